@@ -1,0 +1,35 @@
+"""Every error that a user can cause, or that the outside world can cause to a run.
+
+    MegascaleError
+    +-- UsageError            the request cannot be carried out as given; exit code 2, nothing was written
+    |   +-- ConfigError       a YAML file, an override, or a combination of fields
+    |   +-- DataError         a corpus, a tokenizer or a prepared data folder
+    |   +-- RunFolderError    a run folder that belongs to another run, or is none
+    +-- CheckpointError       a checkpoint that is missing, damaged or of another model
+
+Catch as wide as needed. A message says what was got, what was expected, and what to do about it.
+"""
+
+
+class MegascaleError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class UsageError(MegascaleError, ValueError):
+    """The request cannot be carried out as given. The command line exits with code 2."""
+
+
+class ConfigError(UsageError):
+    """A configuration file, an override or a combination of fields is wrong."""
+
+
+class DataError(UsageError):
+    """A corpus, a tokenizer file or a prepared data folder cannot be used."""
+
+
+class RunFolderError(UsageError):
+    """A folder is not a run, or belongs to a run with another configuration."""
+
+
+class CheckpointError(MegascaleError):
+    """A checkpoint is missing, damaged or belongs to another model."""

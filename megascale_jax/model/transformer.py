@@ -1,0 +1,115 @@
+"""The decoder: embedding, layers, head. No mesh, no ``jax.distributed``.
+
+The pieces are separate functions of a weight tree, because a pipeline runs them in different places:
+
+    {"ends": {"embedding": [V, D], "position": [S, D], "final_vectors": [D, n], "head": [V, D]},
+     "layers": {group: [l, D, F] or [l, F]}}
+
+with the groups of ``parameters.fused_groups`` and the shapes of one tensor-parallel rank.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from megascale_jax.config.schema import ModelConfig
+from megascale_jax.kernels.dispatch import Operators
+from megascale_jax.model.block import BLOCKS, Rows, dropout
+from megascale_jax.model.communication import Communication, OneDevice
+from megascale_jax.model.parameters import end_groups, parameter_specs
+
+UNROLLED_LAYERS = 4
+"""A chunk of more layers than this is a scan over repetitions of the window pattern: compile time stays flat."""
+
+Weights = Mapping[str, Any]
+
+
+class Transformer:
+    """The model's pieces, bound to operators and to the group of ranks that shares a layer.
+
+    ``columns``: this rank's width of every layer parameter, default the whole; ``remat`` recomputes a block's
+    activations in the backward pass.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        operators: Operators,
+        communication: Communication | None = None,
+        columns: Mapping[str, int] | None = None,
+        remat: bool = False,
+    ):
+        self.model, self.operators, self.remat = model, operators, remat
+        self.communication = communication or OneDevice()
+        self.columns = columns or {spec.name: spec.columns() for spec in parameter_specs(model).values() if spec.per_layer}
+        self.final_names = next(group.members for group in end_groups(model) if group.name == "final_vectors")
+
+    def embed(self, ends: Weights, tokens_BS: jax.Array, positions_BS: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """Token (and learned position) embeddings of this rank's part of the sequence, ``[B, s, D]``."""
+        table_VD = ends["embedding"]
+        local_BS = tokens_BS - self.communication.vocab_offset(table_VD.shape[0])
+        here_BS = (local_BS >= 0) & (local_BS < table_VD.shape[0])
+        rows_BSD = jnp.where(here_BS[..., None], table_VD[jnp.where(here_BS, local_BS, 0)], 0)
+        x_BsD = self.communication.reduce_scatter(rows_BSD)
+        if self.model.position == "learned":
+            x_BsD = x_BsD + ends["position"][self.communication.local_sequence(positions_BS)]
+        return dropout(x_BsD, self.model.dropout, key)
+
+    def layers(
+        self, layers: Weights, x_BsD: jax.Array, rows: Rows, windows: tuple[int | None, ...], key: jax.Array | None = None
+    ) -> jax.Array:
+        """Run consecutive layers; ``layers`` holds stacked weights, ``windows`` one entry a layer."""
+        period = len(windows) if len(windows) <= UNROLLED_LAYERS else _period(windows)
+        blocks = [self._block(window) for window in windows[:period]]
+        keys = None if key is None else jax.random.split(key, len(windows))
+
+        def repetition(x_BsD: jax.Array, stacked: tuple[Weights, jax.Array | None]) -> tuple[jax.Array, None]:
+            weights, keys = stacked
+            for index, block in enumerate(blocks):
+                x_BsD = block(_layer(weights, index), x_BsD, rows, None if keys is None else keys[index])
+            return x_BsD, None
+
+        if period == len(windows):
+            return repetition(x_BsD, (layers, keys))[0]
+        grouped = jax.tree.map(lambda a: a.reshape(-1, period, *a.shape[1:]), (layers, keys))
+        return jax.lax.scan(repetition, x_BsD, grouped)[0]
+
+    def logits(self, ends: Weights, x_BsD: jax.Array) -> jax.Array:
+        """Final norm and head: logits of this rank's vocabulary columns for the whole sequence, ``[B, S, V]``."""
+        vectors = ends["final_vectors"]
+        scale, *bias = (vectors[:, index] for index in range(len(self.final_names)))
+        h_BsD = self.operators.norm(x_BsD, scale, bias[0] if bias else None, epsilon=self.model.norm_epsilon)
+        head_VD = ends["embedding" if self.model.tied_head else "head"]
+        return self.communication.all_gather_matmul(h_BsD, head_VD.T)
+
+    def loss(self, ends: Weights, x_BsD: jax.Array, targets_BS: jax.Array) -> jax.Array:
+        """Sum of the negative log-likelihoods of the valid targets, nats, fp32; equal on all ranks of the group."""
+        logits_BSV = self.logits(ends, x_BsD)
+        offset = self.communication.vocab_offset(logits_BSV.shape[-1])
+        return self.operators.cross_entropy(
+            logits_BSV, targets_BS, offset, self.model.vocab_size, self.communication.vocab_axes
+        ).sum()
+
+    def _block(self, window: int | None) -> Callable[..., jax.Array]:
+        kind = BLOCKS[self.model.block]
+        module = nnx.eval_shape(lambda: kind(self.model, self.columns, window, self.operators, self.communication))
+        graph, state = nnx.split(module)
+
+        def apply(weights: Weights, x_BsD: jax.Array, rows: Rows, key: jax.Array | None) -> jax.Array:
+            bound = jax.tree.map(lambda leaf: leaf, state)
+            nnx.replace_by_pure_dict(bound, dict(weights))
+            return nnx.merge(graph, bound)(x_BsD, rows, key)
+
+        return jax.checkpoint(apply) if self.remat else apply
+
+
+def _layer(weights: Weights, index: int) -> Weights:
+    return {name: value[index] for name, value in weights.items()}
+
+
+def _period(windows: tuple[int | None, ...]) -> int:
+    """Shortest repeating pattern that divides the layers."""
+    return next(p for p in range(1, len(windows) + 1) if len(windows) % p == 0 and windows == windows[:p] * (len(windows) // p))

@@ -1,0 +1,112 @@
+"""The step: weights gathered, micro-batches run, gradients scattered, clipped and applied, all in one program.
+
+The loss is the mean over the valid tokens of the **global** batch, known before the first forward. A step whose loss
+or gradient norm is not finite on any rank is skipped on all: parameters, moments, every counter and the rng stay as
+they were, only ``step`` moves on, since its batch is spent. A batch without a valid token has loss 0.
+
+Ranks also agree to stop inside the step: each puts a vote in, the sum comes out with the metrics, so all leave the loop
+after the same step and no extra message is sent.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from megascale_jax import axes
+from megascale_jax.config.schema import Experiment
+from megascale_jax.optim.lamb import make_optimizer
+from megascale_jax.optim.schedule import learning_rate
+from megascale_jax.parallel.pipeline.executor import Batch
+from megascale_jax.parallel.plan import BATCH_PARTITION, VOTE_PARTITION, Plan
+from megascale_jax.train.state import TrainState, state_partitions
+
+BATCH_KEYS = ("tokens", "targets", "segment_ids", "positions")
+_BATCH_SPECS = dict.fromkeys(BATCH_KEYS, BATCH_PARTITION)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The compiled functions of a run.
+
+    ``train(state, batch, votes) -> (state, metrics)`` donates its state; metrics are replicated scalars: ``loss`` (nats
+    per valid token), ``grad_norm``, ``learning_rate``, ``tokens`` (valid, global), ``skipped``, ``stop_votes``.
+    ``evaluate(params, batch) -> (nats, tokens)`` sums over the global batch. Batches are ``[m, B, S]``.
+    ``gradients(params, batch) -> (loss, gradients)`` are the logical gradients before clipping.
+    """
+
+    optimizer: optax.GradientTransformation
+    train: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
+    evaluate: Callable[..., tuple[jax.Array, jax.Array]]
+    gradients: Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
+
+
+def optimizer_of(experiment: Experiment, plan: Plan) -> optax.GradientTransformation:
+    """The experiment's update rule, with norms and decay by logical parameter."""
+    config = experiment.train
+    rate = learning_rate(config.schedule, config.optimizer.learning_rate, config.steps)
+    decays = {name: spec.decays for name, spec in plan.zero.specs.items()}
+    return make_optimizer(config.optimizer, rate, decays, plan.zero.norms)
+
+
+def make_steps(experiment: Experiment, plan: Plan) -> Steps:
+    """Build the functions of a run; nothing is compiled until called."""
+    config = experiment.train
+    rate = learning_rate(config.schedule, config.optimizer.learning_rate, config.steps)
+    optimizer = optimizer_of(experiment, plan)
+
+    def gradients(params: dict[str, jax.Array], batch: Batch, key: jax.Array | None = None) -> tuple[jax.Array, Any, jax.Array]:
+        tokens = jax.lax.psum((batch["targets"] >= 0).sum(), axes.DATA)
+        scale = 1.0 / jnp.maximum(tokens, 1).astype(jnp.float32)
+        loss, operand_gradients = plan.executor.loss_and_gradients(plan.zero.gather(params), batch, scale, key)
+        return jax.lax.psum(loss, axes.DATA), plan.zero.scatter(operand_gradients), tokens
+
+    def train(state: TrainState, batch: Batch, votes: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+        next_rng, dropout_key = jax.random.split(jax.random.wrap_key_data(state.rng))
+        loss, grads, tokens = gradients(state.params, batch, dropout_key if experiment.model.dropout else None)
+        norm = plan.zero.global_norm(grads)
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+        if config.optimizer.clip_norm is not None:
+            factor = jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
+            grads = jax.tree.map(lambda g: g * factor, grads)
+        updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
+        applied = TrainState(
+            state.step, optax.apply_updates(state.params, updates), optimizer_state, jax.random.key_data(next_rng)
+        )
+        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), applied, state)
+        metrics = {
+            "loss": loss,
+            "grad_norm": norm,
+            "learning_rate": rate(optax.tree_utils.tree_get(state.optimizer, "count", filtering=_is_schedule_count)),
+            "tokens": tokens,
+            "skipped": (~finite).astype(jnp.int32),
+            "stop_votes": jax.lax.psum(votes.sum(), axes.MESH_AXES),
+        }
+        return TrainState(state.step + 1, kept.params, kept.optimizer, kept.rng), metrics
+
+    def evaluate(params: dict[str, jax.Array], batch: Batch) -> tuple[jax.Array, jax.Array]:
+        weights = plan.zero.gather(params)
+        nats = jax.lax.map(lambda micro_batch: plan.executor.loss(weights, micro_batch), dict(batch)).sum()
+        return jax.lax.psum((nats, (batch["targets"] >= 0).sum()), axes.DATA)
+
+    partitions, replicated = state_partitions(plan, optimizer), PartitionSpec()
+    return Steps(
+        optimizer,
+        jax.jit(plan.shard_map(train, (partitions, _BATCH_SPECS, VOTE_PARTITION), (partitions, replicated)), donate_argnums=0),
+        jax.jit(plan.shard_map(evaluate, (partitions.params, _BATCH_SPECS), (replicated, replicated))),
+        jax.jit(plan.shard_map(lambda p, b: gradients(p, b)[:2], (partitions.params, _BATCH_SPECS), (replicated, partitions.params))),
+    )
+
+
+def _is_schedule_count(path: Any, value: Any) -> bool:
+    return any("ScaleByScheduleState" in str(getattr(key, "tuple_name", "")) for key in path)
+
+
+def place_batch(plan: Plan, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Global arrays from this process's rows (``[m, rows of this process, S]``, in order of its data indices)."""
+    sharding = plan.sharding(BATCH_PARTITION)
+    return {key: jax.make_array_from_process_local_data(sharding, batch[key]) for key in BATCH_KEYS}

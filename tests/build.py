@@ -1,0 +1,87 @@
+"""Small experiments, batches and logical views of parameters, shared by the tests."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from megascale_jax.config.schema import (
+    Experiment,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ScheduleConfig,
+    SystemConfig,
+    TrainConfig,
+)
+from megascale_jax.parallel.plan import Plan, make_plan
+
+MODEL: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 36,
+    "num_heads": 8,
+    "head_size": 4,
+    "mlp_size": 40,
+    "vocab_size": 61,
+    "sequence_length": 16,
+    "window": (1, 3, 99, "full"),
+    "initializer_std": 0.2,
+}
+
+
+def experiment(data: int = 1, tensor: int = 1, *, train: dict[str, Any] | None = None, **model: Any) -> Experiment:
+    """A tiny experiment: three micro-batches, fp32."""
+    settings: dict[str, Any] = {
+        "steps": 10,
+        "global_batch_size": 24,
+        "compute_dtype": "float32",
+        "optimizer": OptimizerConfig(learning_rate=1e-2),
+        "schedule": ScheduleConfig(name="constant"),
+    }
+    return Experiment(
+        name="tiny",
+        model=ModelConfig(**(MODEL | model)),
+        parallel=ParallelConfig(data=data, tensor=tensor, micro_batch_size=8 // data),
+        system=SystemConfig(platform="cpu", device="CPU"),
+        train=TrainConfig(**(settings | (train or {}))),
+    )
+
+
+def plan_of(config: Experiment) -> Plan:
+    """The plan on this process's virtual devices."""
+    return make_plan(config, jax.devices())
+
+
+def random_batch(config: Experiment, seed: int = 0, valid: tuple[int, ...] = (1, 7, 0)) -> dict[str, np.ndarray]:
+    """Rows of several documents; micro-batch ``i`` holds ``valid[i]`` valid targets (``-1`` entries: all)."""
+    rng = np.random.default_rng(seed)
+    rows = config.parallel.data * config.parallel.micro_batch_size
+    shape = (len(valid), rows, config.model.sequence_length)
+    tokens = rng.integers(0, config.model.vocab_size, shape)
+    starts = rng.random(shape) < 0.15
+    starts[..., 0] = True
+    segments = np.cumsum(starts, -1)
+    index = np.arange(shape[-1])
+    positions = index - np.maximum.accumulate(np.where(starts, index, 0), -1)
+    targets = rng.integers(0, config.model.vocab_size, shape)
+    for micro_batch, count in enumerate(valid):
+        if count >= 0:
+            kept = rng.choice(targets[micro_batch].size, count, replace=False)
+            mask = np.full(targets[micro_batch].size, -1)
+            mask[kept] = targets[micro_batch].ravel()[kept]
+            targets[micro_batch] = mask.reshape(targets[micro_batch].shape)
+    arrays = {"tokens": tokens, "targets": targets, "segment_ids": segments, "positions": positions}
+    return {key: value.astype(np.int32) for key, value in arrays.items()}
+
+
+def logical(plan: Plan, tree: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+    """Padded, stacked global arrays as ``[L, ...]`` NumPy arrays without pads."""
+    result = {}
+    for name, value in tree.items():
+        spec = plan.zero.specs[name]
+        array = np.asarray(value)
+        if spec.per_layer:
+            array = array.swapaxes(0, 1).reshape(plan.experiment.model.num_layers, *array.shape[3:])
+        cut = tuple(slice(size) for size in spec.shape)
+        result[name] = array[(slice(None), *cut) if spec.per_layer else cut]
+    return result

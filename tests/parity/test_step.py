@@ -1,0 +1,81 @@
+"""The step on every mesh against the float64 one-device reference: loss, every gradient, LAMB, skipping."""
+
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+
+from megascale_jax.train.state import initial_state
+from megascale_jax.train.step import make_steps, place_batch
+from tests.build import experiment, logical, plan_of, random_batch
+from tests.reference import lamb_reference, mean_loss, x64
+
+MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (1, 8)]
+MODELS = {
+    "parallel-layernorm-gelu-learned-tied-biases": {
+        "position": "learned",
+        "tied_head": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "serial-rmsnorm-swiglu-rotary-gqa": {
+        "block": "serial",
+        "norm": "rmsnorm",
+        "norm_bias": False,
+        "activation": "swiglu",
+        "num_heads": 16,
+        "num_kv_heads": 8,
+    },
+    "parallel-swiglu-rotary-gqa": {"activation": "swiglu", "num_heads": 16, "num_kv_heads": 8, "mlp_bias": True},
+}
+FP32_TOLERANCE = 2e-5
+"""Relative to the largest element: 2**-24 times the square root of the reduction length, and some."""
+
+
+def perturbed(plan, params, seed=1):
+    """Parameters with every vector away from its initial 0 or 1, so that its gradient path is tested; pads stay zero."""
+    rng = np.random.default_rng(seed)
+    result = {}
+    for name, value in params.items():
+        array, spec = np.array(value), plan.zero.specs[name]
+        cut = tuple(slice(size) for size in spec.shape)
+        index = (slice(None),) * (3 if spec.per_layer else 0) + cut
+        array[index] += 0.1 * rng.standard_normal(array[index].shape)
+        result[name] = jax.device_put(array, value.sharding)
+    return result
+
+
+@cache
+def reference(kind):
+    """Loss and gradients of the float64 reference; the same for every mesh, since initial values and batch are."""
+    config = experiment(**MODELS[kind])
+    plan = plan_of(config)
+    params = perturbed(plan, initial_state(plan, make_steps(config, plan).optimizer, 0).params)
+    with x64():
+        plain = {name: np.asarray(p, np.float64) for name, p in logical(plan, params).items()}
+        loss, gradients = jax.jit(jax.value_and_grad(lambda p: mean_loss(config.model, p, random_batch(config))))(plain)
+        return float(loss), jax.tree.map(np.asarray, gradients)
+
+
+def relative_error(got, expected, floor=0.0):
+    """Largest difference over the largest expected element, or over ``floor`` where the exact value is zero."""
+    return np.abs(np.asarray(got, np.float64) - expected).max() / max(np.abs(expected).max(), floor)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda m: f"data{m[0]}-tensor{m[1]}")
+@pytest.mark.parametrize("kind", MODELS)
+def test_loss_and_gradients_equal_float64_reference(kind, mesh):
+    config = experiment(*mesh, **MODELS[kind])
+    plan = plan_of(config)
+    steps = make_steps(config, plan)
+    params = perturbed(plan, initial_state(plan, steps.optimizer, 0).params)
+    loss, gradients = steps.gradients(params, place_batch(plan, random_batch(config)))
+    expected_loss, expected = reference(kind)
+    assert abs(float(loss) - expected_loss) < FP32_TOLERANCE * expected_loss
+    floor = 1e-2 * max(np.abs(g).max() for g in expected.values())
+    errors = {name: relative_error(g, expected[name], floor) for name, g in logical(plan, gradients).items()}
+    assert max(errors.values()) < FP32_TOLERANCE, errors
+    for name, gradient in gradients.items():
+        whole, kept = np.asarray(gradient, np.float64), logical(plan, {name: gradient})[name].astype(np.float64)
+        assert np.square(whole).sum() == pytest.approx(np.square(kept).sum()), f"{name}: a pad has a gradient"
