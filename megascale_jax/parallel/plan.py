@@ -10,12 +10,14 @@ All of it runs inside one ``jax.shard_map`` that is manual over all three axes: 
 program is one that this package wrote.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from megascale_jax import axes
@@ -58,19 +60,57 @@ class Plan:
 
         Values depend on the key, the parameter's name and the layer's number alone, not on the mesh.
         """
-        return {name: self._initial(name, jax.random.fold_in(key, _stable_number(name))) for name in self.zero.specs}
+        values = {}
+        for name, spec in self.zero.specs.items():
+            shape = self.logical_shape(name)
+            if spec.init == "normal":
+                values[name] = spec.std * jax.random.normal(jax.random.fold_in(key, _stable_number(name)), shape, jnp.float32)
+            else:
+                values[name] = jnp.full(shape, 1.0 if spec.init == "ones" else 0.0, jnp.float32)
+        return self.from_logical(values)
 
-    def _initial(self, name: str, key: jax.Array) -> jax.Array:
-        spec, array = self.zero.specs[name], self.zero.arrays[name]
-        pipe, chunks, depth = self.layout.stack_shape
-        lead = (chunks, pipe, depth) if spec.per_layer else ()
-        if spec.init == "normal":
-            value = spec.std * jax.random.normal(key, lead + spec.shape, jnp.float32)
-        else:
-            value = jnp.full(lead + spec.shape, 1.0 if spec.init == "ones" else 0.0, jnp.float32)
-        value = value.swapaxes(0, 1) if spec.per_layer else value
-        padding = [(0, whole - size) for size, whole in zip(value.shape, array.shape, strict=True)]
-        return jax.lax.with_sharding_constraint(jnp.pad(value, padding), self.sharding(array.partition))
+    def logical_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a parameter as it is stored: layers in order in front, no pads."""
+        spec = self.zero.specs[name]
+        return (self.experiment.model.num_layers, *spec.shape) if spec.per_layer else spec.shape
+
+    def logical_partition(self, name: str) -> PartitionSpec:
+        """How the stored form is spread while it is written or read: as the step's, where the sizes divide."""
+        spec, sizes = self.zero.specs[name], dict(self.mesh.shape)
+        entries = []
+        for size, dim_axes in zip(spec.shape, self.zero.arrays[name].dim_axes[-len(spec.shape) :], strict=True):
+            ways = math.prod(sizes[axis] for axis in dim_axes)
+            entries.append(dim_axes or None if size % ways == 0 else None)
+        return PartitionSpec(*([None] if spec.per_layer else []), *entries)
+
+    def to_logical(self, tree: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Padded, stacked arrays as they are stored: ``[layer, ...]`` without pads; inside ``jit``."""
+        result = {}
+        for name, value in tree.items():
+            spec = self.zero.specs[name]
+            if spec.per_layer:
+                value = value.swapaxes(0, 1).reshape(self.experiment.model.num_layers, *value.shape[3:])
+            value = jax.lax.slice(value, (0,) * value.ndim, self.logical_shape(name))
+            result[name] = jax.lax.with_sharding_constraint(value, self.sharding(self.logical_partition(name)))
+        return result
+
+    def from_logical(self, tree: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """The inverse of `to_logical`; pads are zero."""
+        stages, chunks, depth = self.layout.stack_shape
+        result = {}
+        for name, value in tree.items():
+            array = self.zero.arrays[name]
+            if self.zero.specs[name].per_layer:
+                value = value.reshape(chunks, stages, depth, *value.shape[1:]).swapaxes(0, 1)
+            padding = [(0, whole - size) for size, whole in zip(value.shape, array.shape, strict=True)]
+            result[name] = jax.lax.with_sharding_constraint(jnp.pad(value, padding), self.sharding(array.partition))
+        return result
+
+    @property
+    def data_indices(self) -> tuple[int, ...]:
+        """Data-parallel indices whose rows this process feeds."""
+        mine = {index[1] for index, device in np.ndenumerate(self.mesh.devices) if device.process_index == jax.process_index()}
+        return tuple(sorted(mine))
 
 
 def make_plan(experiment: Experiment, devices: Sequence[jax.Device]) -> Plan:

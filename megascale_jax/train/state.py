@@ -27,14 +27,16 @@ class TrainState:
     rng: jax.Array
 
 
+def _abstract_params(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
+    return {name: jax.ShapeDtypeStruct(array.shape, jnp.float32) for name, array in plan.zero.arrays.items()}
+
+
 def state_partitions(plan: Plan, optimizer: optax.GradientTransformation) -> TrainState:
     """Partition of every leaf: moments lie as their parameters do, counters are replicated."""
-    params = {name: jax.ShapeDtypeStruct(array.shape, jnp.float32) for name, array in plan.zero.arrays.items()}
-    abstract = jax.eval_shape(optimizer.init, params)
     partitions = optax.tree_utils.tree_map_params(
         optimizer,
         lambda _, partition: partition,
-        abstract,
+        jax.eval_shape(optimizer.init, _abstract_params(plan)),
         plan.zero.partitions,
         transform_non_params=lambda _: PartitionSpec(),
     )
@@ -55,7 +57,7 @@ def initial_state(plan: Plan, optimizer: optax.GradientTransformation, seed: int
 
 def abstract_state(plan: Plan, optimizer: optax.GradientTransformation) -> TrainState:
     """Shapes, types and shardings of the state, nothing allocated."""
-    params = {name: jax.ShapeDtypeStruct(array.shape, jnp.float32) for name, array in plan.zero.arrays.items()}
+    params = _abstract_params(plan)
     shapes = TrainState(
         jax.ShapeDtypeStruct((), jnp.int32), params, jax.eval_shape(optimizer.init, params), jax.ShapeDtypeStruct((2,), jnp.uint32)
     )

@@ -23,6 +23,7 @@ from megascale_jax.optim.lamb import make_optimizer
 from megascale_jax.optim.schedule import learning_rate
 from megascale_jax.parallel.pipeline.executor import Batch
 from megascale_jax.parallel.plan import BATCH_PARTITION, VOTE_PARTITION, Plan
+from megascale_jax.train.saved import applied_updates
 from megascale_jax.train.state import TrainState, state_partitions
 
 BATCH_KEYS = ("tokens", "targets", "segment_ids", "positions")
@@ -81,7 +82,7 @@ def make_steps(experiment: Experiment, plan: Plan) -> Steps:
         metrics = {
             "loss": loss,
             "grad_norm": norm,
-            "learning_rate": rate(optax.tree_utils.tree_get(state.optimizer, "count", filtering=_is_schedule_count)),
+            "learning_rate": rate(applied_updates(state.optimizer)),
             "tokens": tokens,
             "skipped": (~finite).astype(jnp.int32),
             "stop_votes": jax.lax.psum(votes.sum(), axes.MESH_AXES),
@@ -100,10 +101,6 @@ def make_steps(experiment: Experiment, plan: Plan) -> Steps:
         jax.jit(plan.shard_map(evaluate, (partitions.params, _BATCH_SPECS), (replicated, replicated))),
         jax.jit(plan.shard_map(lambda p, b: gradients(p, b)[:2], (partitions.params, _BATCH_SPECS), (replicated, partitions.params))),
     )
-
-
-def _is_schedule_count(path: Any, value: Any) -> bool:
-    return any("ScaleByScheduleState" in str(getattr(key, "tuple_name", "")) for key in path)
 
 
 def place_batch(plan: Plan, batch: Mapping[str, Any]) -> dict[str, jax.Array]:

@@ -1,0 +1,47 @@
+"""The `megascale` command: parses, delegates, and turns our errors into one clear message and exit code 2."""
+
+import logging
+import sys
+import warnings
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from megascale_jax.cli import compare, config, data, sample, train
+from megascale_jax.errors import CheckpointError, UsageError
+
+app = typer.Typer(
+    name="megascale",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="""Pre-train large language models with JAX on many GPUs, or try everything on a laptop.
+
+    A first run, on two CPU cores and with no download: `megascale train quickstart`.
+
+    An experiment names a model, a parallel layout, a system and a training recipe, each a small YAML file. Any field can
+    be changed on the command line: `megascale train quickstart train.steps=600 model.num_layers=6`.
+    """,
+)
+app.command("train")(train.train)
+app.command("sample")(sample.sample)
+app.command("compare")(compare.compare)
+app.add_typer(data.app, name="data")
+app.add_typer(config.app, name="config")
+
+
+def main() -> None:
+    """Entry point. Exit code 2 for anything the user can mend, with what was got, expected, and what to do."""
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="orbax")
+    try:
+        app()
+    except (UsageError, CheckpointError) as error:
+        Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), str(error)))
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

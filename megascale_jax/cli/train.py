@@ -1,0 +1,140 @@
+"""`megascale train`: checks first, then data, then devices, then the loop; ends on what a person wants to see."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megascale_jax.config.load import load_experiment
+from megascale_jax.observe.progress import format_duration, format_rate
+from megascale_jax.observe.report import check_json_path, write_json
+from megascale_jax.observe.summary import RunSummary
+
+if TYPE_CHECKING:
+    from megascale_jax.config.schema import Experiment
+    from megascale_jax.train.folder import RunFolder
+
+SAMPLE_TOKENS = 160
+
+
+def train(
+    experiment: Annotated[str, typer.Argument(help="name of an experiment (`megascale config list`) or a YAML file", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="changes, such as train.steps=300 or system=h200", show_default=False)
+    ] = None,
+    run_folder: Annotated[Path | None, typer.Option(help="where the run lives; default runs/EXPERIMENT", show_default=False)] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="remove an earlier run in that folder and start from step 0")] = False,
+    json: Annotated[Path | None, typer.Option("--json", help="also write the summary to this file", show_default=False)] = None,
+) -> None:
+    """Train an experiment, or go on where its run folder stands.
+
+    A run folder with checkpoints is resumed. Ctrl-C or SIGTERM finishes the step, saves, and prints how to go on.
+    """
+    check_json_path(json)
+    resolved = load_experiment(experiment, overrides or [])
+    # JAX is imported from here on, after everything that can be refused without it.
+    from megascale_jax.comm.init import Processes, cache_folder, start
+    from megascale_jax.config.layout import MeshShape
+    from megascale_jax.data.pipeline import open_prepared
+    from megascale_jax.data.select import prepare_if_missing
+    from megascale_jax.train.folder import RunFolder
+
+    folder = RunFolder(run_folder or Path("runs") / resolved.name)
+    processes, console = Processes.from_environment(), Console()
+    command = " ".join(["megascale train", experiment, *(overrides or []), *(["--run-folder", str(run_folder)] if run_folder else [])])
+    if not fresh:
+        folder.check(resolved)
+        if summary := folder.finished(resolved):
+            if processes.index == 0:
+                _show_finished(console, folder, summary, command, json)
+            return
+    model = resolved.model
+    data_folder = prepare_if_missing(resolved.train.data, model.sequence_length, cache_folder() / "data", processes.index == 0)
+    prepared = open_prepared(data_folder, sequence_length=model.sequence_length, vocab_size=model.vocab_size)
+    parallel = resolved.parallel
+    start(resolved.system.platform, MeshShape(parallel.pipe, parallel.data, parallel.tensor).size, processes)
+    from megascale_jax.train.loop import Trainer
+    from megascale_jax.train.stop import StopRequest
+
+    with StopRequest() as stop:
+        trainer = Trainer(resolved, folder, prepared, fresh=fresh)
+        if processes.index == 0:
+            _show_start(console, resolved, folder, trainer.peak)
+        outcome = trainer.run(stop)
+    if processes.index != 0:
+        return
+    if outcome.summary is None:
+        console.print(Text(f"Stopped after step {outcome.step} of {resolved.train.steps}, saved in {folder.checkpoints}.\nGo on with: {command}"))
+        return
+    _show_end(console, resolved, folder, outcome.summary, processes.count)
+    if json is not None:
+        write_json(json, outcome.summary)
+
+
+def _show_start(console: Console, experiment: "Experiment", folder: "RunFolder", peak: float) -> None:
+    from megascale_jax.model.flops import count_parameters
+
+    parallel, batch = experiment.parallel, experiment.train.global_batch_size
+    console.print(
+        Text(
+            f"{experiment.name}: {format_rate(count_parameters(experiment.model))} parameters, {experiment.model.block} block, "
+            f"{experiment.train.optimizer.name}; mesh pipe {parallel.pipe} x data {parallel.data} x tensor {parallel.tensor}; "
+            f"{batch} rows x {experiment.model.sequence_length} tokens a step in {experiment.num_micro_batches} micro-batch(es)\n"
+            f"run folder {folder.path}; MFU against {format_rate(peak)}FLOP/s"
+        ),
+        soft_wrap=True,
+    )
+
+
+def _show_end(console: Console, experiment: "Experiment", folder: "RunFolder", summary: RunSummary, processes: int) -> None:
+    from megascale_jax.views.loss import plot_loss
+
+    picture = plot_loss(folder.path)
+    console.print(_results(summary))
+    console.print(Text(f"loss plot   {picture}\ncheckpoint  {folder.checkpoints / str(summary.steps)}\nsummary     {folder.path / 'summary.json'}"))
+    prompt = experiment.train.sample_prompt
+    if prompt and processes == 1:
+        from megascale_jax.train.sample import sample
+
+        console.print(Text(f"\nThe model continues {prompt!r}:", style="bold"))
+        console.print(Text(sample(folder, prompt, num_tokens=SAMPLE_TOKENS)))
+    console.print(
+        Text(
+            f"\nNext:\n  megascale sample {folder.path} --prompt 'class '\n"
+            f"  megascale train {experiment.name} train.steps={2 * summary.steps}        (goes on from here)\n"
+            f"  megascale config show {experiment.name}\n"
+            f"  tensorboard --logdir {folder.path}\n"
+            f"  megascale --help"
+        ),
+        soft_wrap=True,
+    )
+
+
+def _results(summary: RunSummary) -> Table:
+    table = Table(title=f"after {summary.steps} steps, {format_duration(summary.wall_s)}", title_justify="left")
+    table.add_column("held-out text, nats per token")
+    table.add_column("", justify="right")
+    rows = {"unigram cross-entropy": summary.unigram_nats, "bigram cross-entropy": summary.bigram_nats}
+    for name, value in rows.items():
+        table.add_row(name, "-" if value is None else f"{value:.4f}")
+    loss = summary.validation_loss
+    beats = loss is not None and summary.bigram_nats is not None and loss < summary.bigram_nats
+    table.add_row(Text("this model", style="bold green" if beats else "bold"), "-" if loss is None else f"{loss:.4f}")
+    if summary.tokens_per_s is not None:
+        table.caption = f"{format_rate(summary.tokens_per_s)} tokens/s" + ("" if summary.mfu is None else f", MFU {summary.mfu:.1%}")
+    return table
+
+
+def _show_finished(console: Console, folder: "RunFolder", summary: RunSummary, command: str, json: Path | None) -> None:
+    console.print(_results(summary))
+    console.print(
+        Text(
+            f"{folder.path} has all its {summary.steps} steps.\n"
+            f"Extend it:      {command} train.steps={2 * summary.steps}\nStart it anew:  {command} --fresh"
+        )
+    )
+    if json is not None:
+        write_json(json, summary)

@@ -1,0 +1,90 @@
+"""Starts this process's part of a run: platform, virtual devices, ``jax.distributed``, compilation cache.
+
+Every launcher sets the same three variables, ``MEGASCALE_COORDINATOR`` (``host:port`` of process 0),
+``MEGASCALE_NUM_PROCESSES`` and ``MEGASCALE_PROCESS_ID``; without them the run is one process. `start` must come before
+anything else touches a device. Every wait has a limit: a process that never comes ends the others' start after
+`START_TIMEOUT_S`, a collective of a dead CPU process fails after `CPU_COLLECTIVE_TIMEOUT_S`.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from megascale_jax.errors import UsageError
+
+START_TIMEOUT_S = 120
+CPU_COLLECTIVE_TIMEOUT_S = 300
+COORDINATOR = "MEGASCALE_COORDINATOR"
+NUM_PROCESSES = "MEGASCALE_NUM_PROCESSES"
+PROCESS_ID = "MEGASCALE_PROCESS_ID"
+CACHE = "MEGASCALE_CACHE"
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes of a run and which of them this is."""
+
+    count: int = 1
+    index: int = 0
+    coordinator: str | None = None
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Processes":
+        """What the launcher said. Raises UsageError when it said only a part of it, or something impossible."""
+        values = {name: environment.get(name, "") for name in (COORDINATOR, NUM_PROCESSES, PROCESS_ID)}
+        if not any(values.values()):
+            return cls()
+        missing = [name for name, value in values.items() if not value]
+        if missing:
+            raise UsageError(f"{', '.join(missing)} not set, but another of the three is; a launcher sets all of {', '.join(values)}")
+        if not (values[NUM_PROCESSES].isdecimal() and values[PROCESS_ID].isdecimal()):
+            raise UsageError(f"{NUM_PROCESSES}={values[NUM_PROCESSES]!r} and {PROCESS_ID}={values[PROCESS_ID]!r}; expected two numbers")
+        count, index = int(values[NUM_PROCESSES]), int(values[PROCESS_ID])
+        if not 0 <= index < count:
+            raise UsageError(f"{PROCESS_ID} is {index}; expected a number in [0, {NUM_PROCESSES} = {count})")
+        return cls(count, index, values[COORDINATOR])
+
+
+def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where compiled programs and prepared corpora are kept: ``$MEGASCALE_CACHE``, else ``~/.cache/megascale_jax``."""
+    chosen = environment.get(CACHE)
+    return Path(chosen).expanduser() if chosen else Path("~/.cache/megascale_jax").expanduser()
+
+
+def start(platform: str, num_devices: int, processes: Processes) -> None:
+    """Prepare JAX for ``num_devices`` devices over all processes; joins them when there are several.
+
+    On ``cpu`` each process gets its share of virtual devices. Raises UsageError when the devices do not divide over the
+    processes, or when a process does not come within `START_TIMEOUT_S`.
+    """
+    if platform == "cpu":
+        if num_devices % processes.count:
+            raise UsageError(
+                f"a mesh of {num_devices} CPU devices does not divide over {processes.count} processes; "
+                f"start a divisor of {num_devices} processes, or change parallel.data"
+            )
+        _extend_xla_flags(f"--xla_cpu_collective_timeout_seconds={CPU_COLLECTIVE_TIMEOUT_S}")
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", num_devices // processes.count)
+    # The run handles SIGTERM itself: it finishes the step and saves.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
+    if processes.count > 1:
+        try:
+            jax.distributed.initialize(
+                processes.coordinator, processes.count, processes.index, initialization_timeout=START_TIMEOUT_S
+            )
+        except RuntimeError as error:
+            raise UsageError(
+                f"process {processes.index} of {processes.count} could not join {processes.coordinator} within {START_TIMEOUT_S} s: "
+                f"{str(error).splitlines()[0]}; check that all processes run and that the address can be reached"
+            ) from error
+
+
+def _extend_xla_flags(flag: str) -> None:
+    flags = os.environ.get("XLA_FLAGS", "")
+    if flag.partition("=")[0] not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()

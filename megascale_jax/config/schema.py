@@ -1,0 +1,187 @@
+"""The typed configuration of an experiment: four sections, one file each, all frozen.
+
+A field's description is its documentation: ``megascale config show`` and the error texts use nothing else. An unknown
+key is an error (``load.py`` names the nearest known one). Rules that concern one field live here, rules that join
+several sections in ``checks.py``. This module imports neither JAX nor NumPy.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Window = Positive | Literal["full"]
+
+
+class Section(BaseModel):
+    """A frozen group of fields that accepts no unknown key and converts no type silently."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """The transformer: everything that decides which function is learned."""
+
+    num_layers: Positive = Field(description="transformer blocks")
+    hidden_size: Positive = Field(description="width of the residual stream (D)")
+    num_heads: Positive = Field(description="query heads (H)")
+    num_kv_heads: Positive | None = Field(default=None, description="key/value heads; null: as many as query heads")
+    head_size: Positive | None = Field(default=None, description="width of one head (K); null: hidden_size / num_heads")
+    mlp_size: Positive = Field(description="width of the feed-forward layer (F)")
+    vocab_size: Positive = Field(description="token ids that the model knows (V); the tokenizer must not have more")
+    sequence_length: Positive = Field(description="tokens in one training row (S)")
+    block: Literal["parallel", "serial"] = Field(default="parallel", description="y = x + attn(n(x)) + mlp(n(x)), or one after the other")
+    norm: Literal["layernorm", "rmsnorm"] = Field(default="layernorm", description="pre-norm kind")
+    norm_epsilon: Annotated[float, Field(gt=0)] = Field(default=1e-5, description="added to the variance before the root")
+    norm_bias: bool = Field(default=True, description="learned shift after the norm (layernorm only)")
+    activation: Literal["gelu", "swiglu"] = Field(default="gelu", description="feed-forward nonlinearity; swiglu adds a gate projection")
+    position: Literal["rotary", "learned"] = Field(default="rotary", description="how positions enter")
+    rotary_base: Annotated[float, Field(gt=0)] = Field(default=10000.0, description="base of the rotary frequencies")
+    window: Window | tuple[Window, ...] = Field(
+        default="full", description="keys a query sees, itself included: a number, full, or a pattern repeated over the layers"
+    )
+    attention_bias: bool = Field(default=False, description="biases on q, k, v and o")
+    mlp_bias: bool = Field(default=False, description="biases on up, gate and down")
+    tied_head: bool = Field(default=False, description="the output projection is the embedding table")
+    dropout: Fraction = Field(default=0.0, description="chance that an element of a branch's output is dropped before the residual add")
+    initializer_std: Annotated[float, Field(gt=0)] = Field(default=0.02, description="standard deviation of initial weights")
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key/value heads (G)."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head (K)."""
+        return self.head_size or self.hidden_size // self.num_heads
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Window of every layer, in order; ``None`` is full attention."""
+        pattern = self.window if isinstance(self.window, tuple) else (self.window,)
+        chosen = (pattern[i % len(pattern)] for i in range(self.num_layers))
+        return tuple(w if isinstance(w, int) else None for w in chosen)
+
+
+class ParallelConfig(Section):
+    """How the model is spread over devices."""
+
+    pipe: Positive = Field(default=1, description="pipeline stages (p)")
+    data: Positive = Field(default=1, description="data-parallel replicas; fp32 masters and moments are sharded over them (ZeRO-2)")
+    tensor: Positive = Field(default=1, description="tensor/sequence-parallel ranks of one replica's stage, inside one node")
+    virtual_stages: Positive = Field(default=1, description="model chunks per pipeline stage (v), interleaved 1F1B")
+    micro_batch_size: Positive = Field(default=1, description="rows of one micro-batch on one data-parallel rank")
+    remat: Literal["none", "full"] = Field(default="none", description="recompute block activations in the backward pass, or keep them")
+
+
+class KernelConfig(Section):
+    """Implementation of each operator; ``auto`` picks the best for the target platform, anything else must run or raise."""
+
+    attention: Literal["auto", "reference", "cudnn"] = Field(default="auto", description="attention implementation")
+
+
+class SystemConfig(Section):
+    """The machine: one kind of node."""
+
+    platform: Literal["cpu", "gpu"] = Field(description="target platform; operators are chosen by it, not by the host's backend")
+    device: str = Field(description="device name as vendors write it")
+    devices_per_node: Positive | None = Field(default=None, description="devices of one node; null: no limit (virtual CPU devices)")
+    memory_gib: Annotated[float, Field(gt=0)] | None = Field(default=None, description="memory of one device; null: not checked")
+    peak_tflops: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="dense bf16 peak of one device, for MFU; null: a matrix product timed at start, whole host"
+    )
+    kernels: KernelConfig = Field(default=KernelConfig(), description="implementation of each operator")
+
+
+class OptimizerConfig(Section):
+    """Update rule; LAMB keeps one trust ratio per layer and logical parameter."""
+
+    name: Literal["lamb", "adamw"] = Field(default="lamb", description="update rule")
+    learning_rate: Annotated[float, Field(gt=0)] = Field(description="peak learning rate")
+    beta1: Fraction = Field(default=0.9, description="decay of the first moment")
+    beta2: Fraction = Field(default=0.95, description="decay of the second moment")
+    epsilon: Annotated[float, Field(gt=0)] = Field(default=1e-6, description="added to the root of the second moment")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.01, description="decoupled decay; norms and biases are left out")
+    clip_norm: Annotated[float, Field(gt=0)] | None = Field(default=1.0, description="global gradient norm is cut to this; null: never")
+
+
+class ScheduleConfig(Section):
+    """Learning rate over applied updates."""
+
+    name: Literal["cosine", "constant"] = Field(default="cosine", description="shape after warm-up")
+    warmup_steps: NonNegative = Field(default=0, description="linear rise from 0")
+    decay_steps: Positive | None = Field(default=None, description="length of the whole schedule; null: train.steps")
+    final_fraction: Annotated[float, Field(ge=0, le=1)] = Field(default=0.1, description="last learning rate / peak (cosine)")
+
+
+class DataConfig(Section):
+    """Where rows come from."""
+
+    prepared: str | None = Field(default=None, description="folder made by `megascale data prepare`; null: prepare `source` at start")
+    source: str | None = Field(
+        default=None, description="corpus to prepare: a file, a folder, or `stdlib` (Python's own library, no download)"
+    )
+    tokenizer: str = Field(default="bytes", description="`bytes` or a Hugging Face tokenizers JSON file")
+    shuffle: bool = Field(default=True, description="shuffle rows by train.seed, anew each epoch")
+
+
+class EvaluationConfig(Section):
+    """Held-out loss."""
+
+    every: Positive | None = Field(default=None, description="steps between evaluations; null: at the end only")
+    batches: Positive | None = Field(default=None, description="global batches per evaluation; null: the whole held-out split")
+    final_batches: Positive | None = Field(default=None, description="the same for the evaluation that ends the run")
+
+
+class CheckpointConfig(Section):
+    """Saving."""
+
+    every: Positive | None = Field(default=None, description="steps between checkpoints; null: at the end only")
+    keep: Positive = Field(default=2, description="newest checkpoints kept")
+
+
+class LoggingConfig(Section):
+    """What is written while training."""
+
+    every: Positive = Field(default=1, description="steps between lines in metrics.jsonl")
+    tensorboard: bool = Field(default=True, description="also write TensorBoard events")
+
+
+class TrainConfig(Section):
+    """The run: data, batch, optimizer, and what is written when."""
+
+    steps: Positive = Field(description="optimizer steps in all")
+    global_batch_size: Positive = Field(description="rows of one step over all data-parallel ranks and micro-batches")
+    seed: NonNegative = Field(default=0, description="initial weights and row order")
+    compute_dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="type of weights and activations in the step")
+    gc_every: Positive = Field(default=100, description="steps between garbage collections, the same on all ranks (skew costs MFU)")
+    optimizer: OptimizerConfig = Field(description="update rule")
+    schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="learning rate over updates")
+    sample_prompt: str | None = Field(default=None, description="text continued by the trained model when the run ends; null: none")
+    data: DataConfig = Field(default=DataConfig(), description="where rows come from")
+    evaluation: EvaluationConfig = Field(default=EvaluationConfig(), description="held-out loss")
+    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="saving")
+    logging: LoggingConfig = Field(default=LoggingConfig(), description="what is written while training")
+
+
+class Experiment(Section):
+    """One resolved experiment: the four sections and its name."""
+
+    name: str = Field(description="name of the experiment, and of its run folder")
+    model: ModelConfig
+    parallel: ParallelConfig
+    system: SystemConfig
+    train: TrainConfig
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of one step on each data-parallel rank (m)."""
+        return self.train.global_batch_size // (self.parallel.data * self.parallel.micro_batch_size)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Row positions of one step, padding included."""
+        return self.train.global_batch_size * self.model.sequence_length

@@ -1,0 +1,256 @@
+"""The training loop: dispatch step n, then look at step n - 1, so that reading metrics never stalls the device.
+
+Around it: held-out loss and checkpoints at their steps (with the device drained, so their time is not booked as a
+step's), garbage collection at fixed steps on all ranks alike, and an end that all ranks reach together: each step
+carries their votes to stop, and all leave after the same step, save, and say how to go on.
+
+Failure cases: a step with non-finite numbers is skipped inside the step and counted here; a checkpoint that cannot be
+written is reported and counted while training goes on; after SIGKILL the next start resumes from the newest complete
+checkpoint and repeats the same steps bit for bit.
+"""
+
+import gc
+import importlib.metadata
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from megascale_jax.checkpoint.store import CheckpointStore, read_description
+from megascale_jax.config.schema import Experiment
+from megascale_jax.data.pipeline import Prepared, TrainIterator, held_out_batches
+from megascale_jax.model.flops import count_parameters, flops_per_token
+from megascale_jax.observe.metrics import EVENT_RESUME, EVENT_SKIP, MetricsWriter
+from megascale_jax.observe.progress import TrainingProgress
+from megascale_jax.observe.summary import RunSummary, write_summary
+from megascale_jax.observe.throughput import Throughput
+from megascale_jax.parallel.plan import VOTE_PARTITION, Plan, make_plan
+from megascale_jax.train.folder import RunFolder
+from megascale_jax.train.peak import peak_flops
+from megascale_jax.train.saved import abstract_saved, restored_state, to_saved
+from megascale_jax.train.state import TrainState, initial_state
+from megascale_jax.train.step import make_steps, place_batch
+
+_RECORDED_VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call of `Trainer.run` ended: the summary when all steps are done, else the step at which it was stopped."""
+
+    step: int
+    summary: RunSummary | None
+
+
+class Trainer:
+    """One process's part of a run. `comm.init.start` has been called; `run` may be called once."""
+
+    def __init__(self, experiment: Experiment, folder: RunFolder, prepared: Prepared, *, fresh: bool = False):
+        """Plan the run and make its folder; ``fresh`` removes an earlier run there first.
+
+        Raises ConfigError when the plan does not fit the devices; nothing has been written then.
+        """
+        self.experiment, self.folder, self.prepared = experiment, folder, prepared
+        self.plan: Plan = make_plan(experiment, jax.devices())
+        self.steps = make_steps(experiment, self.plan)
+        self.peak = peak_flops(experiment, self.plan.mesh.size)
+        self.throughput = Throughput(experiment.tokens_per_step, flops_per_token(experiment.model, "full"), self.peak)
+        self.is_first = jax.process_index() == 0
+        self.skipped = 0
+        self._to_saved = jax.jit(lambda state: to_saved(self.plan, state))
+        if self.is_first:
+            if fresh:
+                folder.clear()
+            folder.create(experiment)
+            self.tokenizer = prepared.tokenizer.save(folder.path)
+        _wait_for_all("run folder")
+        self.metrics: MetricsWriter | None = None
+        self.progress: TrainingProgress | None = None
+        self.store = CheckpointStore(folder.checkpoints, keep=experiment.train.checkpoint.keep, on_error=self._say)
+
+    def run(self, stop: Any) -> Outcome:
+        """Train from the newest checkpoint, or from the start, until done or until any rank's ``stop.asked``."""
+        train = self.experiment.train
+        with TrainIterator(self.prepared, seed=train.seed, shuffle=train.data.shuffle, **self._batch_layout) as batches:
+            resumed_from, state = self._begin(batches)
+            with (
+                self._metrics_writer(resumed_from) as self.metrics,
+                TrainingProgress(train.steps, start_step=resumed_from or 0, rank=jax.process_index()) as self.progress,
+                _collected_by_hand(),
+            ):
+                if resumed_from is not None:
+                    self._say(f"resumed from step {resumed_from} of {self.folder.path}")
+                    self._event(resumed_from, EVENT_RESUME)
+                step, state = self._loop(state, resumed_from or 0, batches, stop)
+                self.store.wait()
+                summary = None
+                if step >= train.steps:
+                    self.progress.update(step, note="evaluating on the held-out split")
+                    summary = self._summarize(step, self.held_out_loss(state, train.evaluation.final_batches), resumed_from)
+        self.progress = None
+        self.store.close()
+        return Outcome(step, summary)
+
+    def held_out_loss(self, state: TrainState, batches: int | None) -> float:
+        """Mean negative log-likelihood over the held-out split, or its first global batches, nats per token."""
+        total, count = 0.0, 0
+        for batch in held_out_batches(self.prepared, batches=batches, **self._batch_layout):
+            nats, tokens = self.steps.evaluate(state.params, place_batch(self.plan, batch))
+            total, count = total + float(nats), count + int(tokens)
+        return total / max(count, 1)
+
+    @property
+    def _batch_layout(self) -> dict[str, Any]:
+        return {
+            "global_batch_size": self.experiment.train.global_batch_size,
+            "data_size": self.experiment.parallel.data,
+            "data_indices": self.plan.data_indices,
+            "micro_batch_size": self.experiment.parallel.micro_batch_size,
+        }
+
+    def _begin(self, batches: TrainIterator) -> tuple[int | None, TrainState]:
+        latest = self.store.latest()
+        if latest is None:
+            return None, initial_state(self.plan, self.steps.optimizer, self.experiment.train.seed)
+        batches.restore(read_description(self.folder.checkpoints, latest)["data"])
+        saved = self.store.restore(latest, abstract_saved(self.plan))
+        return latest, restored_state(self.plan, self.steps.optimizer, saved)
+
+    def _loop(self, state: TrainState, first: int, batches: TrainIterator, stop: Any) -> tuple[int, TrainState]:
+        train = self.experiment.train
+        unread: tuple[int, dict[str, jax.Array]] | None = None
+        step, stopping = first, False
+        while step < train.steps and not stopping:
+            batch = place_batch(self.plan, next(batches))
+            state, metrics = self.steps.train(state, batch, self._votes(stop.asked))
+            step += 1
+            if unread is not None:
+                stopping = self._read(*unread)
+            unread = (step, metrics)
+            evaluates = _is_due(step, train.evaluation.every) and step < train.steps
+            saves = _is_due(step, train.checkpoint.every) or step == train.steps
+            if step % train.gc_every == 0:
+                gc.collect()
+            if evaluates or saves or stopping:
+                stopping |= self._read(*unread)
+                unread = None
+                with self.throughput.pause():
+                    if evaluates:
+                        self._evaluate(step, state)
+                    if saves or stopping:
+                        self._save(step, state, batches)
+        return step, state
+
+    def _metrics_writer(self, resumed_from: int | None) -> AbstractContextManager[MetricsWriter | None]:
+        if not self.is_first:
+            return nullcontext()
+        return MetricsWriter(self.folder.path, tensorboard=self.experiment.train.logging.tensorboard, resume_step=resumed_from)
+
+    def _votes(self, asked: bool) -> jax.Array:
+        local = np.full(len([d for d in self.plan.mesh.devices.flat if d.process_index == jax.process_index()]), int(asked), np.int32)
+        return jax.make_array_from_process_local_data(self.plan.sharding(VOTE_PARTITION), local)
+
+    def _read(self, step: int, metrics: dict[str, jax.Array]) -> bool:
+        """Wait for a step's numbers, show and write them; whether a rank has asked to stop."""
+        values = {key: float(value) for key, value in metrics.items()}
+        self.throughput.step_done()
+        if values["skipped"]:
+            self.skipped += 1
+            self._event(step, EVENT_SKIP)
+            self._say(f"step {step} was skipped: loss {values['loss']}, gradient norm {values['grad_norm']}")
+        if self.metrics is not None and _is_due(step, self.experiment.train.logging.every):
+            self.metrics.train(
+                step,
+                {
+                    "loss": values["loss"],
+                    "grad_norm": values["grad_norm"],
+                    "learning_rate": values["learning_rate"],
+                    "tokens": step * self.experiment.tokens_per_step,
+                    "valid_tokens": values["tokens"],
+                    "skipped": values["skipped"],
+                    "tokens_per_s": self.throughput.tokens_per_s,
+                    "mfu": self.throughput.mfu,
+                },
+            )
+        assert self.progress is not None
+        left = self.throughput.eta_s(self.experiment.train.steps - step)
+        self.progress.update(step, values["loss"], self.throughput.tokens_per_s, self.throughput.mfu, left)
+        return values["stop_votes"] > 0
+
+    def _evaluate(self, step: int, state: TrainState) -> None:
+        loss = self.held_out_loss(state, self.experiment.train.evaluation.batches)
+        if self.metrics is not None:
+            self.metrics.evaluation(step, {"loss": loss})
+        self._say(f"step {step}: held-out loss {loss:.4f}")
+
+    def _save(self, step: int, state: TrainState, batches: TrainIterator) -> None:
+        failed = self.store.errors
+        description = {
+            "experiment": self.experiment.model_dump_json(),
+            "data": batches.state(),
+            "tokenizer": self.tokenizer if self.is_first else None,
+            "versions": {name: importlib.metadata.version(name) for name in _RECORDED_VERSIONS},
+        }
+        self.store.save(step, self._to_saved(state), description)
+        if self.store.errors > failed:
+            self._event(step, "checkpoint_error")
+
+    def _summarize(self, step: int, loss: float, resumed_from: int | None) -> RunSummary:
+        measured = self.throughput.summary()
+        summary = RunSummary(
+            validation_loss=loss,
+            unigram_nats=self.prepared.manifest.unigram_nats,
+            bigram_nats=self.prepared.manifest.bigram_nats,
+            tokens_per_s=measured.tokens_per_s,
+            mfu=measured.mfu,
+            steps=step,
+            wall_s=self.metrics.wall_s if self.metrics is not None else 0.0,
+            resumed_from=resumed_from,
+            parameters=count_parameters(self.experiment.model),
+            peak_flops=self.peak,
+            checkpoint_errors=self.store.errors,
+            skipped_steps=self.skipped,
+            data_digest=self.prepared.manifest.digest,
+            versions={name: importlib.metadata.version(name) for name in _RECORDED_VERSIONS},
+        )
+        if self.metrics is not None:
+            self.metrics.evaluation(step, {"loss": loss})
+            write_summary(self.folder.path, summary)
+        return summary
+
+    def _event(self, step: int, name: str) -> None:
+        if self.metrics is not None:
+            self.metrics.event(step, name)
+
+    def _say(self, text: str) -> None:
+        if self.progress is not None:
+            self.progress.print(text)
+        elif self.is_first:
+            print(text, flush=True)
+
+
+def _is_due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _wait_for_all(what: str) -> None:
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(what)
+
+
+@contextmanager
+def _collected_by_hand() -> Iterator[None]:
+    """No automatic garbage collection: ranks that collect at different steps wait for one another (paper section 6.3)."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()

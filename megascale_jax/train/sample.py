@@ -1,0 +1,75 @@
+"""Continues a text with a trained model: the newest checkpoint of a run on one device.
+
+The whole visible text is computed again for each token, on a fixed number of positions, so one compiled program serves
+all; the oldest tokens leave when the sequence length is reached. Meant for a look at a model, not for serving.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from megascale_jax import axes
+from megascale_jax.checkpoint.store import CheckpointStore, read_description
+from megascale_jax.config.schema import Experiment, ParallelConfig
+from megascale_jax.data.tokenizer import load_tokenizer
+from megascale_jax.errors import RunFolderError, UsageError
+from megascale_jax.parallel.plan import Plan, make_plan
+from megascale_jax.train.folder import RunFolder
+from megascale_jax.train.saved import abstract_saved
+
+_ROW = PartitionSpec(None, None)
+
+
+def sample(folder: RunFolder, prompt: str, *, num_tokens: int, temperature: float = 0.8, seed: int = 0) -> str:
+    """``prompt`` and what the model of a run's newest checkpoint makes of it, up to an end of document.
+
+    Temperature 0 takes the likeliest token each time. Raises RunFolderError for a run without a checkpoint, UsageError
+    for an empty prompt or a number out of range.
+    """
+    if num_tokens < 1 or temperature < 0:
+        raise UsageError(f"tokens {num_tokens}, temperature {temperature}; expected at least 1 token and a temperature >= 0")
+    experiment, latest = folder.experiment(), folder.latest()
+    if latest is None:
+        raise RunFolderError(f"{folder.path} has no complete checkpoint yet; train until the first one is written")
+    tokenizer = load_tokenizer(read_description(folder.checkpoints, latest)["tokenizer"], folder.path)
+    ids = [int(i) for i in tokenizer.encode(prompt)]
+    if not ids:
+        raise UsageError("the prompt is empty; give at least one character")
+    plan = make_plan(_on_one_device(experiment), jax.local_devices()[:1])
+    store = CheckpointStore(folder.checkpoints, keep=None)
+    params = jax.jit(plan.from_logical)(store.restore(latest, abstract_saved(plan, params_only=True))["params"])
+    store.close()
+    next_logits = _next_logits(plan)
+    key, length = jax.random.key(seed), experiment.model.sequence_length
+    for step in range(num_tokens):
+        visible = ids[-length:]
+        tokens = np.zeros((1, length), np.int32)
+        tokens[0, : len(visible)] = visible
+        logits_V = next_logits(params, tokens, np.int32(len(visible) - 1))[: tokenizer.vocab_size]
+        if temperature:
+            chosen = int(jax.random.categorical(jax.random.fold_in(key, step), logits_V / temperature))
+        else:
+            chosen = int(jnp.argmax(logits_V))
+        if chosen == tokenizer.end_of_document:
+            break
+        ids.append(chosen)
+    return tokenizer.decode(ids)
+
+
+def _next_logits(plan: Plan):
+    length = plan.experiment.model.sequence_length
+
+    def logits(params: dict[str, jax.Array], tokens_BS: jax.Array, last: jax.Array) -> jax.Array:
+        positions_BS = jnp.arange(length, dtype=jnp.int32)[None]
+        batch = {"tokens": tokens_BS, "positions": positions_BS, "segment_ids": jnp.ones_like(tokens_BS)}
+        weights = plan.zero.gather(params)
+        hidden_BSD = plan.executor.hidden(weights, batch)
+        return plan.executor.transformer.logits(weights["ends"], hidden_BSD)[0, last].astype(jnp.float32)
+
+    specs = (plan.zero.partitions, _ROW, PartitionSpec())
+    return jax.jit(plan.shard_map(logits, specs, PartitionSpec((axes.PIPE, axes.TENSOR))))
+
+
+def _on_one_device(experiment: Experiment) -> Experiment:
+    return experiment.model_copy(update={"parallel": ParallelConfig()})
