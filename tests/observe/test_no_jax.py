@@ -1,0 +1,18 @@
+"""Watching a run must not start JAX: these modules are read on machines without a device, and by `compare`."""
+
+import subprocess
+import sys
+
+
+def test_jax_is_not_loaded_when_runs_are_watched_or_compared() -> None:
+    names = (
+        "observe.metrics", "observe.progress", "observe.report", "observe.summary", "observe.throughput",
+        "views.compare", "views.loss", "views.overlay", "cli.compare",
+    )  # fmt: skip
+    code = (
+        "import sys\n"
+        + "".join(f"import megascale_jax.{name}\n" for name in names)
+        + "print('jax' in sys.modules, 'matplotlib.pyplot' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["False", "False"]
