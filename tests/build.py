@@ -18,7 +18,7 @@ from megascale_jax.parallel.plan import Plan, make_plan
 
 MODEL: dict[str, Any] = {
     "num_layers": 4,
-    "hidden_size": 36,
+    "hidden_size": 34,
     "num_heads": 8,
     "head_size": 4,
     "mlp_size": 40,
@@ -84,4 +84,16 @@ def logical(plan: Plan, tree: dict[str, jax.Array]) -> dict[str, np.ndarray]:
             array = array.swapaxes(0, 1).reshape(plan.experiment.model.num_layers, *array.shape[3:])
         cut = tuple(slice(size) for size in spec.shape)
         result[name] = array[(slice(None), *cut) if spec.per_layer else cut]
+    return result
+
+
+def perturbed(plan: Plan, params: dict[str, jax.Array], seed: int = 1) -> dict[str, jax.Array]:
+    """Parameters with every vector away from its initial 0 or 1, so that its gradient path is tested; pads stay zero."""
+    rng = np.random.default_rng(seed)
+    result = {}
+    for name in sorted(params):
+        array, spec = np.array(params[name]), plan.zero.specs[name]
+        index = (slice(None),) * (3 if spec.per_layer else 0) + tuple(slice(size) for size in spec.shape)
+        array[index] += 0.1 * rng.standard_normal(array[index].shape)
+        result[name] = jax.device_put(array, params[name].sharding)
     return result

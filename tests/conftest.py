@@ -1,6 +1,9 @@
-"""Eight virtual CPU devices for every test process, decided before JAX makes its first array."""
+"""Eight virtual CPU devices for every test process, decided before JAX makes its first array.
+
+LLVM optimises nothing: tests run tiny programs once, so compiling is what they pay for. XLA's own passes stay on.
+"""
 
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0")

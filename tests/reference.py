@@ -86,16 +86,19 @@ def mean_loss(model: ModelConfig, params: dict, batch: dict):
     return jax.vmap(row_loss)(*rows).sum() / max((np.asarray(batch["targets"]) >= 0).sum(), 1)
 
 
-def lamb_reference(params: dict, gradients: list[dict], layered: set[str], decays: dict[str, bool], *, lr, b1, b2, eps, decay, clip):
-    """LAMB in NumPy float64, one trust ratio for each layer of each name; returns the parameters after all gradients."""
+def lamb_reference(params: dict, gradient_of, steps: int, layered: set[str], decays: dict[str, bool], *, lr, b1, b2, eps, decay, clip):
+    """LAMB in NumPy float64, one trust ratio for each layer of each name; returns the parameters after ``steps`` updates.
+
+    ``gradient_of(params)`` gives the raw gradients of a step.
+    """
     params = {n: np.array(p, np.float64) for n, p in params.items()}
     m = {n: np.zeros_like(p) for n, p in params.items()}
     v = {n: np.zeros_like(p) for n, p in params.items()}
-    for count, raw in enumerate(gradients, 1):
-        norm = np.sqrt(sum((np.asarray(g, np.float64) ** 2).sum() for g in raw.values()))
-        factor = min(1.0, clip / norm)
+    for count in range(1, steps + 1):
+        raw = {n: np.asarray(g, np.float64) for n, g in gradient_of(params).items()}
+        factor = min(1.0, clip / np.sqrt(sum((g**2).sum() for g in raw.values())))
         for name, p in params.items():
-            g = np.asarray(raw[name], np.float64) * factor
+            g = raw[name] * factor
             m[name] = b1 * m[name] + (1 - b1) * g
             v[name] = b2 * v[name] + (1 - b2) * g * g
             for layer in range(len(p)) if name in layered else [...]:

@@ -1,0 +1,123 @@
+from typing import Any
+
+import pytest
+
+from megascale_jax.config.checks import check, difference_blocks_resume, nearest_multiples
+from megascale_jax.config.difference import differences
+from megascale_jax.config.load import load_experiment
+from megascale_jax.config.schema import Experiment
+from megascale_jax.errors import ConfigError
+
+QUICKSTART = load_experiment("quickstart")
+
+
+def changed(**values: Any) -> Experiment:
+    """The quickstart with leaves changed, not checked; ``__`` stands for the dot."""
+    data = QUICKSTART.model_dump(mode="json")
+    for key, value in values.items():
+        *path, last = key.split("__")
+        section = data
+        for part in path:
+            section = section[part]
+        section[last] = value
+    return Experiment.model_validate(data, strict=False)
+
+
+def problems(**values: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(changed(**values))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"parallel__tensor": 8}, "model.num_heads 4 is not divisible by parallel.tensor = 8; nearest: 8"),
+        ({"model__num_kv_heads": 1}, "model.num_kv_heads 1 is not divisible by parallel.tensor = 2; nearest: 2"),
+        ({"model__num_kv_heads": 3, "parallel__tensor": 1}, "model.num_heads 4 is not divisible by model.num_kv_heads = 3; nearest: 3, 6"),
+        ({"model__hidden_size": 126}, "model.hidden_size 126 is not divisible by model.num_heads = 4; nearest: 124, 128"),
+        ({"model__hidden_size": 132}, "the head width model.hidden_size / model.num_heads = 33 is odd"),
+        ({"model__head_size": 7}, "model.head_size = 7 is odd, but rotary positions turn pairs"),
+        ({"model__mlp_size": 511}, "model.mlp_size 511 is not divisible by parallel.tensor = 2; nearest: 510, 512"),
+        ({"model__sequence_length": 127}, "model.sequence_length 127 is not divisible by parallel.tensor = 2; nearest: 126, 128"),
+        ({"model__window": []}, "model.window is an empty list"),
+        ({"model__norm": "rmsnorm"}, "model.norm_bias is true, but rmsnorm has no shift"),
+        (
+            {"train__global_batch_size": 100},
+            "train.global_batch_size 100 is not divisible by parallel.data * parallel.micro_batch_size = 2 * 16 = 32; nearest: 96, 128",
+        ),
+        (
+            {"parallel__pipe": 2, "train__global_batch_size": 96},
+            "train.global_batch_size 96 is not divisible by parallel.data * parallel.micro_batch_size * parallel.pipe = 2 * 16 * 2 = 64; "
+            "nearest: 64, 128",
+        ),
+        (
+            {"parallel__pipe": 3},
+            "model.num_layers 4 is not divisible by parallel.pipe * parallel.virtual_stages = 3 * 1 = 3; nearest: 3, 6",
+        ),
+        ({"parallel__virtual_stages": 2}, "parallel.virtual_stages 2 needs parallel.pipe > 1"),
+        ({"system__devices_per_node": 1}, "parallel.tensor 2 leaves the node: system.devices_per_node is 1"),
+        ({"system__devices_per_node": 3}, "parallel.tensor 2 leaves the node: system.devices_per_node is 3 and tensor ranks share one"),
+        ({"train__steps": 30}, "train.schedule.warmup_steps 30 is not below train.steps 30"),
+        ({"train__schedule__decay_steps": 30}, "train.schedule.warmup_steps 30 is not below train.schedule.decay_steps 30"),
+        ({"train__data__source": None}, "train.data has neither source nor prepared"),
+        ({"system__kernels__attention": "cudnn"}, "system.kernels.attention is cudnn, which needs system.platform gpu, got cpu"),
+        ({"system__memory_gib": 0.001}, "one device would hold 0.0 GiB of state"),
+    ],
+)
+def test_problem_is_named_with_good_values_when_fields_do_not_fit(values, message):
+    assert message in problems(**values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model__num_kv_heads": 2},
+        {"model__head_size": 6},
+        {"model__head_size": 7, "model__position": "learned"},
+        {"model__norm": "rmsnorm", "model__norm_bias": False},
+        {"parallel__pipe": 2, "parallel__virtual_stages": 2, "train__global_batch_size": 64},
+        {"system__devices_per_node": 2},
+        {"system__devices_per_node": 4},
+        {"train__steps": 31},
+        {"train__data__source": None, "train__data__prepared": "x"},
+        {"system__kernels__attention": "cudnn", "system__platform": "gpu"},
+        {"system__memory_gib": 0.01},
+        {"model__window": 10**9},
+    ],
+)
+def test_nothing_is_said_when_fields_fit(values):
+    check(changed(**values))
+
+
+def test_all_problems_are_collected_in_one_error():
+    message = problems(parallel__tensor=3, train__global_batch_size=31, train__data__source=None)
+    assert message.count("\n  - ") == 5
+    assert message.startswith("experiment quickstart cannot run:\n")
+
+
+@pytest.mark.parametrize(("size", "factor", "text"), [(6144, 168, "6048, 6216"), (5, 8, "8"), (9, 8, "8, 16"), (15, 8, "8, 16")])
+def test_nearest_multiples_lie_on_both_sides(size, factor, text):
+    assert nearest_multiples(size, factor) == text
+
+
+def test_resume_allows_what_decides_no_number_and_blocks_the_rest():
+    free = {
+        "train__steps": 600,
+        "train__gc_every": 7,
+        "train__evaluation__every": 3,
+        "train__checkpoint__keep": 5,
+        "train__logging__every": 2,
+        "train__sample_prompt": "x",
+    }
+    assert difference_blocks_resume(differences(QUICKSTART, changed(**free))) == []
+    blocked = {
+        "name": "other",
+        "model__num_layers": 2,
+        "parallel__data": 1,
+        "system__device": "x",
+        "train__seed": 1,
+        "train__data__shuffle": False,
+    }
+    blocking = difference_blocks_resume(differences(QUICKSTART, changed(**blocked, **free)))
+    assert {item.key for item in blocking} == {key.replace("__", ".") for key in blocked}

@@ -1,0 +1,119 @@
+"""LAMB inside the sharded step against a hand-written float64 one: stacked layers, padded, fused and sharded buffers."""
+
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+
+from megascale_jax.config.schema import OptimizerConfig
+from megascale_jax.train.saved import to_saved
+from megascale_jax.train.state import TrainState, initial_state
+from megascale_jax.train.step import make_steps, place_batch
+from tests.build import experiment, logical, perturbed, plan_of, random_batch
+from tests.reference import lamb_reference, mean_loss, x64
+
+OPTIMIZER = {"learning_rate": 0.02, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-3, "weight_decay": 0.1, "clip_norm": 1.0}
+MODEL = {"num_layers": 2, "window": (3, "full"), "activation": "swiglu", "num_kv_heads": 4, "mlp_bias": True, "tied_head": True}
+STEPS = 3
+
+
+@cache
+def compiled(mesh):
+    """One plan, its steps and a state on the host for each mesh, so that each program is compiled once."""
+    config = experiment(*mesh, train={"optimizer": OptimizerConfig(**OPTIMIZER)}, **MODEL)
+    plan = plan_of(config)
+    steps = make_steps(config, plan)
+    state = initial_state(plan, steps.optimizer, 0)
+    state = TrainState(state.step, perturbed(plan, state.params), state.optimizer, state.rng)
+    return config, plan, steps, jax.tree.map(np.array, state), jax.tree.map(lambda leaf: leaf.sharding, state)
+
+
+def start(mesh):
+    config, plan, steps, stored, shardings = compiled(mesh)
+    return config, plan, steps, jax.device_put(stored, shardings)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1), (2, 2), (4, 2)], ids=lambda m: f"data{m[0]}-tensor{m[1]}")
+def test_lamb_equals_float64_reference_when_layers_are_stacked_and_sharded(mesh):
+    config, plan, steps, state = start(mesh)
+    batch = random_batch(config, valid=(40, 7, 0))
+    params = logical(plan, state.params)
+    specs = plan.zero.specs
+    with x64():
+        gradient = jax.jit(jax.grad(lambda p: mean_loss(config.model, p, batch)))
+        expected = lamb_reference(
+            params,
+            gradient,
+            STEPS,
+            {name for name, spec in specs.items() if spec.per_layer},
+            {name: spec.decays for name, spec in specs.items()},
+            lr=OPTIMIZER["learning_rate"],
+            b1=OPTIMIZER["beta1"],
+            b2=OPTIMIZER["beta2"],
+            eps=OPTIMIZER["epsilon"],
+            decay=OPTIMIZER["weight_decay"],
+            clip=OPTIMIZER["clip_norm"],
+        )
+    placed, votes = place_batch(plan, batch), np.zeros(plan.mesh.size, np.int32)
+    for _ in range(STEPS):
+        state, metrics = steps.train(state, placed, votes)
+    assert float(metrics["grad_norm"]) > OPTIMIZER["clip_norm"], "the case must clip"
+    got = logical(plan, state.params)
+    for name, value in expected.items():
+        moved = np.abs(value - params[name]).max()
+        assert moved > 1e-3, f"{name} hardly moved: the case proves nothing"
+        assert np.abs(got[name] - value).max() < 2e-3 * moved, name
+    for name, value in state.params.items():
+        kept = np.square(got[name].astype(np.float64)).sum()
+        assert np.square(np.asarray(value, np.float64)).sum() == pytest.approx(kept, rel=1e-9), f"{name}: a pad moved"
+
+
+@pytest.mark.parametrize("bad_row", [0, 7], ids=["first-data-rank", "last-data-rank"])
+def test_all_ranks_skip_when_one_rank_has_an_infinite_gradient(bad_row):
+    config, plan, steps, state = start((2, 2))
+    batch = random_batch(config, valid=(-1, -1, -1))
+    batch["tokens"] = np.where(batch["tokens"] == 5, 6, batch["tokens"])
+    rows_per_rank = batch["tokens"].shape[1] // 2
+    state, _ = steps.train(state, place_batch(plan, batch), np.zeros(4, np.int32))
+    poisoned = np.array(state.params["embedding"])
+    poisoned[5] = np.inf
+    params = dict(state.params, embedding=jax.device_put(poisoned, state.params["embedding"].sharding))
+    state = TrainState(state.step, params, state.optimizer, state.rng)
+    before = jax.tree.map(np.array, jax.jit(lambda s: to_saved(plan, s))(state))
+    batch["tokens"][1, bad_row, 3] = 5
+    assert rows_per_rank == 4, "row 0 belongs to data rank 0, row 7 to data rank 1"
+    state, metrics = steps.train(state, place_batch(plan, batch), np.zeros(4, np.int32))
+    after = jax.tree.map(np.array, jax.jit(lambda s: to_saved(plan, s))(state))
+    assert int(metrics["skipped"]) == 1
+    assert int(after.pop("step")) == int(before.pop("step")) + 1
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+    for value in jax.tree.leaves(state):
+        copies = [np.asarray(shard.data) for shard in value.addressable_shards if shard.index == value.addressable_shards[0].index]
+        for copy in copies:
+            np.testing.assert_array_equal(copy, copies[0])
+
+
+def test_learning_rate_and_counters_hold_when_a_step_is_skipped():
+    config, plan, steps, state = start((2, 2))
+    batch = random_batch(config, valid=(-1, -1, -1))
+    healthy = state.params["embedding"]
+    broken = jax.device_put(np.full(healthy.shape, np.nan, np.float32), healthy.sharding)
+    votes = np.zeros(4, np.int32)
+    state, _ = steps.train(TrainState(state.step, dict(state.params, embedding=broken), state.optimizer, state.rng), place_batch(plan, batch), votes)
+    saved = jax.jit(lambda s: to_saved(plan, s))(state)
+    assert (int(saved["step"]), int(saved["updates"])) == (1, 0)
+
+
+@pytest.mark.parametrize("valid", [(0, 0, 0), (1, 0, 0)])
+def test_numbers_stay_finite_when_a_batch_is_padding(valid):
+    config, plan, steps, state = start((2, 2))
+    batch = random_batch(config, valid=valid)
+    padding = batch["targets"] < 0
+    for key in ("tokens", "segment_ids", "positions"):
+        batch[key] = np.where(padding.all(-1, keepdims=True), 0, batch[key])
+    state, metrics = steps.train(state, place_batch(plan, batch), np.zeros(4, np.int32))
+    assert int(metrics["skipped"]) == 0
+    assert int(metrics["tokens"]) == sum(valid)
+    assert float(metrics["loss"]) == 0.0 if sum(valid) == 0 else float(metrics["loss"]) > 0
+    assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(state.params))

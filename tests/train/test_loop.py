@@ -1,0 +1,159 @@
+"""The loop in one process: stop and resume anywhere, a full disk, an extended run, a changed layout."""
+
+import json
+import resource
+
+import pytest
+
+from megascale_jax.checkpoint.store import published_steps
+from megascale_jax.config.schema import CheckpointConfig, EvaluationConfig, LoggingConfig
+from megascale_jax.errors import RunFolderError
+from megascale_jax.observe.metrics import read_metrics
+from megascale_jax.train.folder import RunFolder
+from megascale_jax.train.loop import Trainer
+from tests.build import experiment
+
+STEPS = 9
+MODEL = {"num_layers": 2, "window": (3, "full"), "vocab_size": 257, "dropout": 0.1}
+
+
+class StopAt:
+    """Asks to stop when the loop looks for the ``step``-th time; ``hook`` is called with the count at each look."""
+
+    def __init__(self, step=None, hook=lambda count: None):
+        self.step, self.hook, self.count = step, hook, 0
+
+    @property
+    def asked(self):
+        self.count += 1
+        self.hook(self.count)
+        return self.step is not None and self.count >= self.step
+
+
+def tiny(data=2, tensor=2, **train):
+    settings = {
+        "steps": STEPS,
+        "checkpoint": CheckpointConfig(every=4, keep=2),
+        "evaluation": EvaluationConfig(every=5, batches=1),
+        "logging": LoggingConfig(tensorboard=False),
+    }
+    return experiment(data, tensor, train=settings | train, **MODEL)
+
+
+def run(config, prepared, path, stop=None, **options):
+    return Trainer(config, RunFolder(path), prepared, **options).run(stop or StopAt())
+
+
+def losses(path, kind="train"):
+    return [(line["step"], line["loss"]) for line in read_metrics(path, kind)]
+
+
+@pytest.fixture(scope="module")
+def unbroken(prepared, tmp_path_factory):
+    path = tmp_path_factory.mktemp("unbroken") / "run"
+    outcome = run(tiny(), prepared, path)
+    return losses(path), outcome.summary
+
+
+@pytest.mark.parametrize("stop_at", [1, 2, 4, 7])
+def test_losses_are_bit_equal_when_stopped_and_resumed(stop_at, prepared, unbroken, tmp_path):
+    path = tmp_path / "run"
+    first = run(tiny(), prepared, path, StopAt(stop_at))
+    assert first.summary is None and first.step < STEPS
+    assert published_steps(path / "checkpoints")[-1] == first.step
+    second = run(tiny(), prepared, path)
+    assert losses(path) == unbroken[0]
+    assert second.summary.validation_loss == unbroken[1].validation_loss
+    assert second.summary.resumed_from == first.step
+    assert [line["step"] for line in read_metrics(path, "train")] == list(range(1, STEPS + 1))
+
+
+def test_losses_are_bit_equal_when_the_newest_checkpoint_is_older_than_the_last_step(prepared, unbroken, tmp_path):
+    """What a kill between steps leaves: metrics beyond the newest checkpoint."""
+
+    class Killed(Exception):
+        pass
+
+    def kill(count):
+        if count == 7:
+            raise Killed
+
+    path = tmp_path / "run"
+    with pytest.raises(Killed):
+        run(tiny(), prepared, path, StopAt(hook=kill))
+    assert losses(path)[-1][0] > published_steps(path / "checkpoints")[-1] == 4
+    run(tiny(), prepared, path)
+    assert losses(path) == unbroken[0]
+
+
+def test_run_goes_on_when_steps_are_raised_after_the_end(prepared, tmp_path):
+    path = tmp_path / "run"
+    assert run(tiny(steps=4), prepared, path).step == 4
+    folder = RunFolder(path)
+    assert folder.finished(tiny(steps=4)) is not None
+    longer = tiny(steps=6)
+    folder.check(longer)
+    assert folder.finished(longer) is None
+    assert run(longer, prepared, path).summary.resumed_from == 4
+
+
+def test_training_goes_on_when_the_disk_is_full(prepared, unbroken, tmp_path):
+    path = tmp_path / "run"
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(count):
+        # A limit on file size makes the kernel refuse the writes of the checkpoint, as a full disk would; step 8 saves.
+        limit = 16384 if count >= 6 else old[0]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
+
+    try:
+        trainer = Trainer(tiny(), RunFolder(path), prepared)
+        outcome = trainer.run(StopAt(hook=fill))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert outcome.summary.checkpoint_errors == trainer.store.errors >= 1
+    assert losses(path) == unbroken[0]
+    assert published_steps(path / "checkpoints") == [4]
+    assert not [entry for entry in (path / "checkpoints").iterdir() if entry.name != "4"]
+    assert run(tiny(), prepared, path).summary.resumed_from == 4
+    assert losses(path) == unbroken[0]
+
+
+def test_folder_is_refused_with_the_difference_when_the_configuration_changed(prepared, tmp_path):
+    path = tmp_path / "run"
+    run(tiny(steps=2), prepared, path)
+    before = sorted(entry.name for entry in path.rglob("*"))
+    with pytest.raises(RunFolderError, match=r"train.seed: 0 -> 3"):
+        RunFolder(path).check(tiny(steps=2, seed=3))
+    with pytest.raises(RunFolderError, match=r"model.num_layers: 2 -> 1"):
+        RunFolder(path).check(experiment(2, 2, **(MODEL | {"num_layers": 1, "window": "full"})))
+    assert sorted(entry.name for entry in path.rglob("*")) == before
+
+
+def test_checkpoint_of_another_model_is_refused_before_any_device_work(prepared, tmp_path):
+    ours, other = tmp_path / "ours", tmp_path / "other"
+    run(tiny(steps=1), prepared, ours)
+    config = experiment(2, 2, train=tiny(steps=1).train.model_dump(), **(MODEL | {"mlp_size": 48}))
+    run(config, prepared, other)
+    (ours / "checkpoints" / "1").rename(tmp_path / "aside")
+    (other / "checkpoints" / "1").rename(ours / "checkpoints" / "1")
+    with pytest.raises(RunFolderError, match=r"model.mlp_size: 48 -> 40"):
+        RunFolder(ours).check(tiny(steps=1))
+
+
+def test_foreign_folder_is_left_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    folder = RunFolder(tmp_path)
+    with pytest.raises(RunFolderError, match="not a run folder"):
+        folder.check(tiny())
+    with pytest.raises(RunFolderError, match="not a run folder"):
+        folder.clear()
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
+def test_description_says_what_the_checkpoint_belongs_to(prepared, tmp_path):
+    run(tiny(steps=1), prepared, tmp_path / "run")
+    description = json.loads((tmp_path / "run/checkpoints/1/run/metadata").read_text())
+    assert description["data"]["samples"] == 24
+    assert json.loads(description["experiment"])["model"]["num_layers"] == 2
+    assert description["versions"]["jax"]
