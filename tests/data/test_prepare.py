@@ -96,8 +96,9 @@ def test_copies_of_a_text_are_never_in_both_splits(tmp_path):
     assert not set(train) & set(held_out)
 
 
-def test_single_text_file_gives_its_end_to_the_held_out_split(tmp_path):
-    text = "".join(f"line {number}\n" for number in range(3000))
+@pytest.mark.parametrize("variant", range(5))
+def test_single_text_file_gives_its_end_to_the_held_out_split(tmp_path, variant):
+    text = "".join(f"line {number}, {variant}\n" for number in range(3000))
     (tmp_path / "book.txt").write_text(text)
     prepare(str(tmp_path / "book.txt"), tmp_path / "out", sequence_length=32)
     (train,), (held_out,) = (texts_of(tmp_path / "out", split) for split in ("train", "held_out"))

@@ -1,6 +1,7 @@
 """Cutting a stream into stored rows and reading them back."""
 
 import hashlib
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megascale_jax.data import rows
 from megascale_jax.data.rows import RowSource, RowWriter, count_rows, token_dtype
 from megascale_jax.errors import DataError
 
@@ -34,11 +36,11 @@ def test_every_token_but_the_first_is_a_target_once_when_rows_are_read_in_order(
     written, _ = write(path, np.split(stream, np.cumsum(sizes)[:-1]) if sizes else [], sequence_length, dtype)
     assert written == count_rows(len(stream), sequence_length)
     source = RowSource(path, written, dtype)
-    rows = [source[index] for index in range(written)]
-    assert all(len(row) == sequence_length + 1 for row in rows[:-1])
-    assert all(1 < len(row) <= sequence_length + 1 for row in rows[-1:])
-    targets = np.concatenate([row[1:] for row in rows]) if rows else np.empty(0)
-    inputs = np.concatenate([row[:-1] for row in rows]) if rows else np.empty(0)
+    read = [source[index] for index in range(written)]
+    assert all(len(row) == sequence_length + 1 for row in read[:-1])
+    assert all(1 < len(row) <= sequence_length + 1 for row in read[-1:])
+    targets = np.concatenate([row[1:] for row in read]) if read else np.empty(0)
+    inputs = np.concatenate([row[:-1] for row in read]) if read else np.empty(0)
     assert np.array_equal(targets, stream[1:])
     assert np.array_equal(inputs, stream[:-1])
 
@@ -80,6 +82,28 @@ def test_flipped_bit_is_refused_when_its_row_is_read(tmp_path):
     with pytest.raises(DataError, match="damaged"):
         for index in range(written):
             assert np.array_equal(source[index], stream[index * 128 : index * 128 + 129])
+
+
+def test_failed_write_is_an_os_error(tmp_path, monkeypatch):
+    class FailingWriter:
+        def __init__(self, *_: str): ...
+
+        def write(self, record: bytes) -> None:
+            raise RuntimeError("write() failed: No space left on device")
+
+    monkeypatch.setattr(rows, "ArrayRecordWriter", FailingWriter)
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path / "rows", [np.arange(20)], 8, token_dtype(257))
+
+
+def test_full_disk_is_an_os_error_when_the_file_is_closed(tmp_path):
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, old[1]))  # below the first block of an ArrayRecord file
+    try:
+        with pytest.raises(OSError, match="rows"):
+            write(tmp_path / "rows", [np.arange(500) % 257], 128, token_dtype(257))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
 
 
 @pytest.mark.parametrize("index", [-1, 25])

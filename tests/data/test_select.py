@@ -1,5 +1,6 @@
 """The prepared folder of a run, also when several processes ask for it at once."""
 
+import os
 import subprocess
 import sys
 
@@ -66,6 +67,18 @@ def test_waiting_ends_with_the_name_of_the_lock(corpus, tmp_path):
     name = prepared_name(str(corpus), "bytes", 32)
     with FileLock(cache / f".{name}.lock"), pytest.raises(DataError, match=rf"0 s \(lock .*{name}.lock\)"):
         prepare_if_missing(DataConfig(source=str(corpus)), 32, cache, False, lock_timeout_s=0.05)
+
+
+def test_remains_of_a_killed_process_are_removed_when_old(corpus, tmp_path):
+    cache = tmp_path / "cache"
+    name = prepared_name(str(corpus), "bytes", 32)
+    old, young = (cache / f".{name}.partial-{suffix}" for suffix in ("old", "young"))
+    for folder in (old, young):
+        folder.mkdir(parents=True)
+        (folder / "tokens.bin").write_bytes(b"x")
+    os.utime(old, (0, 0))
+    prepare_if_missing(DataConfig(source=str(corpus)), 32, cache, False)
+    assert (old.exists(), young.exists()) == (False, True)
 
 
 def test_prepared_folder_is_taken_as_it_is_and_checked(make_prepared, tmp_path):

@@ -1,6 +1,7 @@
 """Documents of text, JSONL, Parquet, folders and the standard library."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -146,7 +147,12 @@ def test_fingerprint_changes_when_a_file_does_and_not_when_the_folder_moves(tmp_
     before = open_corpus(str(old)).fingerprint
     new = old.rename(tmp_path / "new")
     assert open_corpus(str(new)).fingerprint == before
+    stamp = (new / "a.txt").stat().st_mtime_ns
     (new / "a.txt").write_text("ab")
+    os.utime(new / "a.txt", ns=(stamp, stamp))
+    assert open_corpus(str(new)).fingerprint != before
+    (new / "a.txt").write_text("b")
+    os.utime(new / "a.txt", ns=(stamp + 1, stamp + 1))
     assert open_corpus(str(new)).fingerprint != before
 
 
