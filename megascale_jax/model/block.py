@@ -18,6 +18,7 @@ from megascale_jax.model.attention import attend
 from megascale_jax.model.communication import Communication
 from megascale_jax.model.parameters import FusedGroup, fused_groups
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
     """What a block needs to know of the rows in flight, besides their activations."""

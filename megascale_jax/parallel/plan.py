@@ -58,7 +58,8 @@ class Plan:
     def initial_parameters(self, key: jax.Array) -> dict[str, jax.Array]:
         """Initial fp32 parameters as padded, stacked global arrays; inside ``jit``.
 
-        Values depend on the key, the parameter's name and the layer's number alone, not on the mesh.
+        Values depend on the key, the parameter's name and the layer's number, not on the mesh (but for the last bit, where
+        another sharding is compiled to other instructions).
         """
         values = {}
         for name, spec in self.zero.specs.items():

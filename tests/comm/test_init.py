@@ -1,0 +1,47 @@
+"""What the launcher's variables mean, and what a wrong one gets."""
+
+import pytest
+
+from megascale_jax.comm import init
+from megascale_jax.comm.init import Processes, cache_folder
+from megascale_jax.errors import UsageError
+
+COMPLETE = {"MEGASCALE_COORDINATOR": "10.0.0.1:2000", "MEGASCALE_NUM_PROCESSES": "4", "MEGASCALE_PROCESS_ID": "3"}
+
+
+def test_run_is_one_process_when_nothing_is_set():
+    assert Processes.from_environment({}) == Processes(1, 0, None)
+
+
+def test_processes_are_read_when_all_three_are_set():
+    assert Processes.from_environment(COMPLETE) == Processes(4, 3, "10.0.0.1:2000")
+
+
+@pytest.mark.parametrize("missing", COMPLETE)
+def test_missing_variable_is_named(missing):
+    with pytest.raises(UsageError, match=f"{missing} not set"):
+        Processes.from_environment({key: value for key, value in COMPLETE.items() if key != missing})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("MEGASCALE_PROCESS_ID", "4", r"is 4; expected a number in \[0, MEGASCALE_NUM_PROCESSES = 4\)"),
+        ("MEGASCALE_PROCESS_ID", "-1", "expected two numbers"),
+        ("MEGASCALE_NUM_PROCESSES", "many", "expected two numbers"),
+        ("MEGASCALE_NUM_PROCESSES", "0", r"expected a number in \[0"),
+    ],
+)
+def test_impossible_value_is_refused(name, value, text):
+    with pytest.raises(UsageError, match=text):
+        Processes.from_environment(COMPLETE | {name: value})
+
+
+def test_cpu_devices_must_divide_over_the_processes():
+    with pytest.raises(UsageError, match="4 CPU devices does not divide over 3 processes"):
+        init.start("cpu", 4, Processes(3, 0, "127.0.0.1:1"))
+
+
+def test_cache_folder_follows_the_variable(tmp_path):
+    assert cache_folder({"MEGASCALE_CACHE": str(tmp_path)}) == tmp_path
+    assert cache_folder({}).parts[-2:] == (".cache", "megascale_jax")

@@ -1,0 +1,102 @@
+"""The plan: devices, stored form, initial values that no layout changes, collectives that we wrote and no others."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from megascale_jax.config.layout import MeshShape
+from megascale_jax.config.schema import KernelConfig, ParallelConfig, SystemConfig
+from megascale_jax.errors import ConfigError
+from megascale_jax.kernels.dispatch import select
+from megascale_jax.parallel.mesh import make_mesh
+from megascale_jax.parallel.plan import make_plan
+from megascale_jax.train.saved import from_saved, to_saved
+from megascale_jax.train.state import abstract_state, initial_state
+from megascale_jax.train.step import make_steps
+from tests.build import experiment, logical, plan_of, random_batch
+
+
+def test_mesh_larger_than_the_devices_is_refused():
+    with pytest.raises(ConfigError, match=r"pipe 1 x data 3 x tensor 4 needs 12 devices, found 8"):
+        make_mesh(MeshShape(1, 3, 4), jax.devices())
+
+
+def test_tensor_neighbours_are_adjacent_devices():
+    mesh = make_mesh(MeshShape(1, 2, 4), jax.devices())
+    assert [[device.id for device in row] for row in mesh.devices[0]] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_pipeline_is_refused_with_what_to_set():
+    config = experiment().model_copy(update={"parallel": ParallelConfig(pipe=2, virtual_stages=2)})
+    with pytest.raises(ConfigError, match=r"parallel\.pipe is 2.*set parallel\.pipe=1"):
+        make_plan(config, jax.devices())
+
+
+def test_explicit_operator_that_cannot_run_on_the_target_is_refused():
+    system = SystemConfig(platform="cpu", device="CPU", kernels=KernelConfig(attention="cudnn"))
+    with pytest.raises(ConfigError, match="cudnn, which runs on gpu, but system.platform is cpu"):
+        select(experiment().model, system)
+
+
+def test_operator_follows_the_target_and_not_this_host():
+    gpu = SystemConfig(platform="gpu", device="H100")
+    assert select(experiment().model, gpu).attention.__module__.endswith("cudnn")
+    assert select(experiment().model, experiment().system).attention.__module__.endswith("reference")
+
+
+@pytest.fixture(scope="module")
+def states():
+    made = {}
+    for mesh in [(1, 1), (4, 2)]:
+        config = experiment(*mesh, num_layers=2, window=(3, "full"))
+        plan = plan_of(config)
+        optimizer = make_steps(config, plan).optimizer
+        made[mesh] = plan, optimizer, initial_state(plan, optimizer, 0)
+    return made
+
+
+def test_initial_values_are_the_same_on_every_mesh(states):
+    one, many = (logical(plan, state.params) for plan, _, state in states.values())
+    assert one.keys() == many.keys()
+    for name, value in one.items():
+        np.testing.assert_allclose(value, many[name], rtol=1e-6, atol=1e-7)
+    assert np.std(one["q"]) == pytest.approx(0.2, rel=0.1)
+    assert np.std(one["o"]) == pytest.approx(0.2 / 2, rel=0.1)
+    assert not np.array_equal(one["k"], one["v"])
+    assert not np.array_equal(one["q"][0], one["q"][1])
+
+
+def test_stored_form_has_no_pads_and_returns_to_the_same_state(states):
+    plan, optimizer, state = states[4, 2]
+    saved = jax.jit(lambda tree: to_saved(plan, tree))(state)
+    assert saved["params"]["embedding"].shape == (61, 34)
+    assert saved["first_moment"]["q"].shape == (2, 34, 8, 4)
+    back = jax.jit(lambda tree: from_saved(plan, optimizer, tree))(saved)
+    jax.tree.map(np.testing.assert_array_equal, back, state)
+
+
+def test_abstract_state_describes_the_real_one(states):
+    plan, optimizer, state = states[4, 2]
+    jax.tree.map(
+        lambda wanted, leaf: np.testing.assert_equal((wanted.shape, wanted.dtype, wanted.sharding), (leaf.shape, leaf.dtype, leaf.sharding)),
+        abstract_state(plan, optimizer),
+        state,
+    )
+
+
+def test_step_has_one_gather_and_one_scatter_of_activations_per_parallel_block():
+    """Forward: one of each a layer. Backward: the scatter's transpose gathers, the gather's transpose scatters and gathers again."""
+    config = experiment(1, 2, num_layers=1, window="full", tied_head=False)
+    plan = plan_of(config)
+    steps = make_steps(config, plan)
+    batch = {key: jax.ShapeDtypeStruct(value.shape, value.dtype) for key, value in random_batch(config).items()}
+    text = steps.gradients.lower(abstract_state(plan, steps.optimizer).params, batch).as_text()
+    rows, length, width = 8, config.model.sequence_length, config.model.hidden_size
+    gathered = re.findall(rf"stablehlo\.all_gather.*?-> tensor<{rows}x{length}x{width}xf32>", text)
+    scattered = re.findall(rf'"stablehlo\.reduce_scatter".*?-> tensor<{rows}x{length // 2}x{width}xf32>', text, re.DOTALL)
+    # block: 1 + 2 gathers; head: 1 + 1; embedding's scatter transposes into 1.
+    assert len(gathered) == 3 + 2 + 1
+    # block: 1 + 1 scatters; embedding: 1; head's gather transposes into 1.
+    assert len(scattered) == 2 + 1 + 1
