@@ -58,7 +58,8 @@ def start(platform: str, num_devices: int, processes: Processes) -> None:
     """Prepare JAX for ``num_devices`` devices over all processes; joins them when there are several.
 
     On ``cpu`` each process gets its share of virtual devices. Raises UsageError when the devices do not divide over the
-    processes, or when a process does not come within `START_TIMEOUT_S`.
+    processes, when a JAX that runs already has too few, when a process does not come within
+    `START_TIMEOUT_S`, or when there is no device of that platform.
     """
     if platform == "cpu":
         if num_devices % processes.count:
@@ -66,9 +67,7 @@ def start(platform: str, num_devices: int, processes: Processes) -> None:
                 f"a mesh of {num_devices} CPU devices does not divide over {processes.count} processes; "
                 f"start a divisor of {num_devices} processes, or change parallel.data"
             )
-        _extend_xla_flags(f"--xla_cpu_collective_timeout_seconds={CPU_COLLECTIVE_TIMEOUT_S}")
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", num_devices // processes.count)
+        _prepare_cpu(num_devices // processes.count)
     # The run handles SIGTERM itself: it finishes the step and saves.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
@@ -82,9 +81,26 @@ def start(platform: str, num_devices: int, processes: Processes) -> None:
                 f"process {processes.index} of {processes.count} could not join {processes.coordinator} within {START_TIMEOUT_S} s: "
                 f"{str(error).splitlines()[0]}; check that all processes run and that the address can be reached"
             ) from error
+    found = jax.default_backend()
+    if found != platform:
+        raise UsageError(
+            f"system.platform is {platform}, but JAX found {found} devices only; for GPUs install megascale_jax[gpu] and check the "
+            "driver with nvidia-smi, to try the run without any use system=cpu"
+        )
 
 
-def _extend_xla_flags(flag: str) -> None:
+def _prepare_cpu(local_devices: int) -> None:
+    """Virtual CPU devices of this process; a JAX that runs already (a notebook) must have enough of them."""
     flags = os.environ.get("XLA_FLAGS", "")
-    if flag.partition("=")[0] not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
+    if "xla_cpu_collective_timeout_seconds" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_collective_timeout_seconds={CPU_COLLECTIVE_TIMEOUT_S}".strip()
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", local_devices)
+    except RuntimeError as error:
+        have = len(jax.local_devices())
+        if have < local_devices:
+            raise UsageError(
+                f"JAX runs already, with {have} device(s), and this run needs {local_devices}; start it in a new process, "
+                f"or set jax.config.update('jax_num_cpu_devices', {local_devices}) before the first array is made"
+            ) from error

@@ -45,3 +45,9 @@ def test_cpu_devices_must_divide_over_the_processes():
 def test_cache_folder_follows_the_variable(tmp_path):
     assert cache_folder({"MEGASCALE_CACHE": str(tmp_path)}) == tmp_path
     assert cache_folder({}).parts[-2:] == (".cache", "megascale_jax")
+
+
+def test_missing_gpu_is_said_with_the_remedy(monkeypatch):
+    monkeypatch.setattr(init.jax.config, "update", lambda *_: None)
+    with pytest.raises(UsageError, match=r"platform is gpu, but JAX found cpu devices only.*system=cpu"):
+        init.start("gpu", 1, Processes())
