@@ -6,6 +6,8 @@ from pydantic import Field
 from megascale_jax.config.explain import dotted_keys, expectation
 from megascale_jax.config.schema import Experiment, Fraction, Positive, Window
 
+Bounded = Annotated[float, Field(gt=0, le=2.5)]
+
 
 @pytest.mark.parametrize(
     ("annotation", "words"),
@@ -14,7 +16,7 @@ from megascale_jax.config.schema import Experiment, Fraction, Positive, Window
         (Positive, "an integer >= 1"),
         (Positive | None, "an integer >= 1 or null"),
         (Fraction, "a number >= 0 and < 1"),
-        (Annotated[float, Field(gt=0, le=2.5)] | None, "a number > 0 and <= 2.5 or null"),
+        (Bounded | None, "a number > 0 and <= 2.5 or null"),
         (Literal["a", "b"], "a or b"),
         (Window | tuple[Window, ...], "an integer >= 1 or full or a list of (an integer >= 1 or full)"),
         (str | None, "a string or null"),

@@ -1,6 +1,7 @@
 from collections import Counter
 from itertools import product
 from math import sqrt
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -69,7 +70,7 @@ def test_decay_is_for_matrices_and_tables_only(model):
 
 @pytest.mark.parametrize(("block", "activation", "tied"), list(product(("parallel", "serial"), ("gelu", "swiglu"), (True, False))))
 def test_the_table_holds_what_the_configuration_asks_for(block, activation, tied):
-    shape = {"num_layers": 8, "hidden_size": 24, "num_heads": 6, "mlp_size": 40, "vocab_size": 61, "sequence_length": 16}
+    shape: dict[str, Any] = {"num_layers": 8, "hidden_size": 24, "num_heads": 6, "mlp_size": 40, "vocab_size": 61, "sequence_length": 16}
     specs = parameter_specs(ModelConfig(**shape, block=block, activation=activation, tied_head=tied))
     assert ("mlp_norm_scale" in specs) == (block == "serial")
     assert ("gate" in specs) == (activation == "swiglu")

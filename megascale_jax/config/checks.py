@@ -1,0 +1,139 @@
+"""Rules that join several fields, judged before any device is touched.
+
+`check` runs every rule and reports all problems at once, so that a plan is not repaired one error at a time. A rule is a
+function from an experiment to lines of text; a line says what was got, why it cannot work, and values that would.
+
+Failure case: a rule whose own premise is broken (heads that do not divide the width) stays silent where another rule
+already says so.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from megascale_jax.config.difference import Difference
+from megascale_jax.config.layout import MeshShape, round_up
+from megascale_jax.config.memory import GIB, state_bytes
+from megascale_jax.config.schema import Experiment
+from megascale_jax.errors import ConfigError
+
+
+def check(experiment: Experiment) -> None:
+    """Raise one ConfigError with every problem of the experiment; return if there is none."""
+    problems = [line for rule in _RULES for line in rule(experiment)]
+    if problems:
+        title = f"experiment {experiment.name} cannot run"
+        raise ConfigError(f"{title}: {problems[0]}" if len(problems) == 1 else "\n  - ".join([f"{title}:", *problems]))
+
+
+RESUMABLE = ("train.steps", "train.gc_every", "train.evaluation", "train.checkpoint", "train.logging", "train.sample_prompt")
+"""What may change between a run and its resumption; everything else decides the numbers or the shape of the state."""
+
+
+def difference_blocks_resume(differences: Iterable[Difference]) -> list[Difference]:
+    """Those of the ``differences`` between a run and its resumption that may not be, in order.
+
+    A schedule without ``decay_steps`` follows ``train.steps``, so extending a run stretches it.
+    """
+    return [item for item in differences if not any(item.key == free or item.key.startswith(f"{free}.") for free in RESUMABLE)]
+
+
+def nearest_multiples(size: int, factor: int) -> str:
+    """``6048, 6216``: the multiples of ``factor`` on both sides of ``size``; only the upper one below ``factor``."""
+    upper = round_up(size, factor)
+    return ", ".join(str(value) for value in (upper - factor, upper) if value > 0)
+
+
+def _divides(key: str, size: int, formula: str, factors: Sequence[int]) -> Iterator[str]:
+    """A line if the product of ``factors`` does not divide ``size``; ``formula`` names them."""
+    product = 1
+    for factor in factors:
+        product *= factor
+    if size % product:
+        numbers = f"{' * '.join(map(str, factors))} = {product}" if len(factors) > 1 else str(product)
+        yield f"{key} {size} is not divisible by {formula} = {numbers}; nearest: {nearest_multiples(size, product)}"
+
+
+def _heads(experiment: Experiment) -> Iterator[str]:
+    model, tensor = experiment.model, experiment.parallel.tensor
+    yield from _divides("model.num_heads", model.num_heads, "parallel.tensor", [tensor])
+    if model.num_kv_heads is not None:
+        yield from _divides("model.num_kv_heads", model.num_kv_heads, "parallel.tensor", [tensor])
+        yield from _divides("model.num_heads", model.num_heads, "model.num_kv_heads", [model.num_kv_heads])
+    if model.head_size is None and model.hidden_size % model.num_heads:
+        yield from _divides("model.hidden_size", model.hidden_size, "model.num_heads", [model.num_heads])
+    elif model.position == "rotary" and model.head_dim % 2:
+        source = "model.head_size" if model.head_size else "the head width model.hidden_size / model.num_heads"
+        yield f"{source} = {model.head_dim} is odd, but rotary positions turn pairs; make it even or set model.position=learned"
+
+
+def _block(experiment: Experiment) -> Iterator[str]:
+    model, tensor = experiment.model, experiment.parallel.tensor
+    yield from _divides("model.mlp_size", model.mlp_size, "parallel.tensor", [tensor])
+    yield from _divides("model.sequence_length", model.sequence_length, "parallel.tensor", [tensor])
+    if model.window == ():
+        yield "model.window is an empty list, expected at least one window; write full for attention without a window"
+    if model.norm == "rmsnorm" and model.norm_bias:
+        yield "model.norm_bias is true, but rmsnorm has no shift; set model.norm_bias=false or model.norm=layernorm"
+
+
+def _batch(experiment: Experiment) -> Iterator[str]:
+    parallel, batch = experiment.parallel, experiment.train.global_batch_size
+    key, rows = "train.global_batch_size", [parallel.data, parallel.micro_batch_size]
+    problems = list(_divides(key, batch, "parallel.data * parallel.micro_batch_size", rows))
+    if parallel.pipe > 1:
+        formula = "parallel.data * parallel.micro_batch_size * parallel.pipe"
+        problems = list(_divides(key, batch, formula, [*rows, parallel.pipe]))
+    yield from problems
+
+
+def _pipeline(experiment: Experiment) -> Iterator[str]:
+    parallel = experiment.parallel
+    if parallel.pipe == 1 and parallel.virtual_stages > 1:
+        yield f"parallel.virtual_stages {parallel.virtual_stages} needs parallel.pipe > 1; set parallel.virtual_stages=1"
+        return
+    stages = [parallel.pipe, parallel.virtual_stages]
+    yield from _divides("model.num_layers", experiment.model.num_layers, "parallel.pipe * parallel.virtual_stages", stages)
+
+
+def _node(experiment: Experiment) -> Iterator[str]:
+    parallel, per_node = experiment.parallel, experiment.system.devices_per_node
+    if per_node is None:
+        return
+    mesh = MeshShape(parallel.pipe, parallel.data, parallel.tensor)
+    good = [size for size in range(1, per_node + 1) if per_node % size == 0]
+    if parallel.tensor > per_node or (mesh.size > per_node and per_node % parallel.tensor):
+        yield (
+            f"parallel.tensor {parallel.tensor} leaves the node: system.devices_per_node is {per_node} and tensor ranks share one; "
+            f"good values: {', '.join(map(str, good))}"
+        )
+
+
+def _training(experiment: Experiment) -> Iterator[str]:
+    train = experiment.train
+    warmup, decay = train.schedule.warmup_steps, train.schedule.decay_steps
+    source = f"train.steps {train.steps}" if decay is None else f"train.schedule.decay_steps {decay}"
+    if warmup >= (decay or train.steps):
+        yield f"train.schedule.warmup_steps {warmup} is not below {source}; shorten the warm-up or train longer"
+    if train.data.source is None and train.data.prepared is None:
+        yield "train.data has neither source nor prepared; set train.data.source=FILE_OR_FOLDER, or train.data.source=stdlib to try"
+
+
+def _kernels(experiment: Experiment) -> Iterator[str]:
+    system = experiment.system
+    if system.kernels.attention == "cudnn" and system.platform == "cpu":
+        yield "system.kernels.attention is cudnn, which needs system.platform gpu, got cpu; set system.kernels.attention=auto"
+
+
+def _memory(experiment: Experiment) -> Iterator[str]:
+    limit_gib = experiment.system.memory_gib
+    if limit_gib is None:
+        return
+    state = state_bytes(experiment)
+    if state.total > limit_gib * GIB:
+        yield (
+            f"one device would hold {state.total / GIB:.1f} GiB of state (masters and moments {state.master_and_moments / GIB:.1f}, "
+            f"weights {state.weights / GIB:.1f}, gradients {state.gradients / GIB:.1f}), but system.memory_gib is {limit_gib:g}; "
+            "raise parallel.tensor, parallel.pipe or (masters and moments only) parallel.data"
+        )
+
+
+_RULES = (_heads, _block, _batch, _pipeline, _node, _training, _kernels, _memory)

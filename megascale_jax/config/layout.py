@@ -1,0 +1,62 @@
+"""The layout of a run as plain values: mesh shape, rank coordinates, padded sizes. No JAX.
+
+The step, the checkpoint, the simulator and the views read the same values, so they cannot disagree.
+"""
+
+from dataclasses import dataclass
+
+from megascale_jax.config.schema import ModelConfig, ParallelConfig
+
+
+def round_up(size: int, multiple: int) -> int:
+    """Smallest multiple of ``multiple`` that is not below ``size``."""
+    return -(-size // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Sizes of the three mesh axes; ranks are numbered with ``tensor`` fastest, ``pipe`` slowest."""
+
+    pipe: int
+    data: int
+    tensor: int
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return self.pipe * self.data * self.tensor
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """``(pipe, data, tensor)`` index of a device number in ``[0, size)``."""
+        stage, rest = divmod(rank, self.data * self.tensor)
+        return (stage, *divmod(rest, self.tensor))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the layers and the padded dims of a model lie on a mesh.
+
+    Virtual stage ``chunk * pipe + stage`` holds layers ``[virtual * layers_per_chunk, ...)``.
+    """
+
+    mesh: MeshShape
+    virtual_stages: int
+    layers_per_chunk: int
+    padded_vocab: int
+    padded_embed: int
+
+    @classmethod
+    def of(cls, model: ModelConfig, parallel: ParallelConfig) -> "Layout":
+        """The layout of checked sections (``checks.py`` has refused layers that do not divide)."""
+        return cls(
+            mesh=MeshShape(parallel.pipe, parallel.data, parallel.tensor),
+            virtual_stages=parallel.virtual_stages,
+            layers_per_chunk=model.num_layers // (parallel.pipe * parallel.virtual_stages),
+            padded_vocab=round_up(model.vocab_size, parallel.tensor * parallel.pipe),
+            padded_embed=round_up(model.hidden_size, parallel.data),
+        )
+
+    @property
+    def stack_shape(self) -> tuple[int, int, int]:
+        """Leading dims of every per-layer parameter: ``(stage, chunk, layer)``."""
+        return (self.mesh.pipe, self.virtual_stages, self.layers_per_chunk)
