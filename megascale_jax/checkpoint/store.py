@@ -20,6 +20,7 @@ from megascale_jax.errors import CheckpointError
 
 _STATE, _RUN = "state", "run"
 _PUBLISHED = "commit_success.txt"
+_logger = logging.getLogger(__name__)
 
 
 def published_steps(folder: Path) -> list[int]:
@@ -35,7 +36,9 @@ def read_description(folder: Path, step: int) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"checkpoint {folder / str(step)} has no readable description ({error}); remove it to use an older one") from error
+        raise CheckpointError(
+            f"checkpoint {folder / str(step)} has no readable description ({error}); remove it to use an older one"
+        ) from error
 
 
 class CheckpointStore:
@@ -45,7 +48,7 @@ class CheckpointStore:
     each failed save once, ``errors`` counts them.
     """
 
-    def __init__(self, folder: Path, *, keep: int | None, on_error: Callable[[str], None] = logging.getLogger(__name__).warning):
+    def __init__(self, folder: Path, *, keep: int | None, on_error: Callable[[str], None] = _logger.warning):
         self.errors = 0
         self._folder, self._keep, self._on_error = folder.resolve(), keep, on_error
         self._pending: int | None = None
@@ -85,7 +88,9 @@ class CheckpointStore:
         try:
             stored = self._manager.item_metadata(step)[_STATE].tree
             _refuse_other_shapes(stored, abstract, self._folder / str(step))
-            arguments = ocp.args.PyTreeRestore(abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract), partial_restore=True)
+            arguments = ocp.args.PyTreeRestore(
+                abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract), partial_restore=True
+            )
             return self._manager.restore(step, args=ocp.args.Composite(**{_STATE: arguments}))[_STATE]
         except CheckpointError:
             raise
@@ -115,7 +120,7 @@ class CheckpointStore:
         try:
             self._manager.close()
         except Exception as secondary:
-            logging.getLogger(__name__).debug("closing the broken checkpoint manager: %s", secondary)
+            _logger.debug("closing the broken checkpoint manager: %s", secondary)
         if jax.process_index() == 0 and step is not None:
             for leftover in self._folder.glob(f"{step}*"):
                 if leftover.name == str(step) and (leftover / _PUBLISHED).is_file():
@@ -134,7 +139,10 @@ def _refuse_other_shapes(stored: Any, abstract: Any, where: Path) -> None:
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    return {jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
 
 
 def _first_line(error: Exception) -> str:

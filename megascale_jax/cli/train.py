@@ -67,7 +67,9 @@ def train(
     if processes.index != 0:
         return
     if outcome.summary is None:
-        console.print(Text(f"Stopped after step {outcome.step} of {resolved.train.steps}, saved in {folder.checkpoints}.\nGo on with: {command}"))
+        console.print(
+            Text(f"Stopped after step {outcome.step} of {resolved.train.steps}, saved in {folder.checkpoints}.\nGo on with: {command}")
+        )
         return
     _show_end(console, resolved, folder, outcome.summary, processes.count)
     if json is not None:
@@ -94,7 +96,9 @@ def _show_end(console: Console, experiment: "Experiment", folder: "RunFolder", s
 
     picture = plot_loss(folder.path)
     console.print(_results(summary))
-    console.print(Text(f"loss plot   {picture}\ncheckpoint  {folder.checkpoints / str(summary.steps)}\nsummary     {folder.path / 'summary.json'}"))
+    console.print(
+        Text(f"loss plot   {picture}\ncheckpoint  {folder.checkpoints / str(summary.steps)}\nsummary     {folder.path / 'summary.json'}")
+    )
     prompt = experiment.train.sample_prompt
     if prompt and processes == 1:
         from megascale_jax.train.sample import sample
@@ -106,7 +110,6 @@ def _show_end(console: Console, experiment: "Experiment", folder: "RunFolder", s
             f"\nNext:\n  megascale sample {folder.path} --prompt 'class '\n"
             f"  megascale train {experiment.name} train.steps={2 * summary.steps}        (goes on from here)\n"
             f"  megascale config show {experiment.name}\n"
-            f"  tensorboard --logdir {folder.path}\n"
             f"  megascale --help"
         ),
         soft_wrap=True,

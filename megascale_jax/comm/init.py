@@ -73,9 +73,7 @@ def start(platform: str, num_devices: int, processes: Processes) -> None:
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
     if processes.count > 1:
         try:
-            jax.distributed.initialize(
-                processes.coordinator, processes.count, processes.index, initialization_timeout=START_TIMEOUT_S
-            )
+            jax.distributed.initialize(processes.coordinator, processes.count, processes.index, initialization_timeout=START_TIMEOUT_S)
         except RuntimeError as error:
             raise UsageError(
                 f"process {processes.index} of {processes.count} could not join {processes.coordinator} within {START_TIMEOUT_S} s: "

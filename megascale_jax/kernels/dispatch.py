@@ -6,6 +6,7 @@ on the target raises; only ``auto`` chooses.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -31,7 +32,7 @@ class Operators:
     attention: Callable[..., jax.Array]
     norm: Callable[..., jax.Array]
     activation: Callable[[jax.Array, jax.Array | None], jax.Array]
-    cross_entropy: Callable[..., jax.Array]
+    cross_entropy: Callable[..., Any]
 
 
 def select(model: ModelConfig, system: SystemConfig) -> Operators:

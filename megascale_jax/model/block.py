@@ -18,6 +18,7 @@ from megascale_jax.model.attention import attend
 from megascale_jax.model.communication import Communication
 from megascale_jax.model.parameters import FusedGroup, fused_groups
 
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
@@ -29,6 +30,8 @@ class Rows:
 
 class Block(nnx.Module):
     """Parameters and parts common to both blocks; ``columns`` holds this rank's width of every layer parameter."""
+
+    vectors: nnx.Param
 
     def __init__(
         self,

@@ -58,7 +58,9 @@ def parameter_specs(model: ModelConfig) -> dict[str, ParameterSpec]:
     def matrix(name: str, dims: tuple[str, ...], shape: tuple[int, ...], deviation: float = std, per_layer: bool = True) -> None:
         specs.append(ParameterSpec(name, dims, shape, per_layer, "normal", deviation))
 
-    def vector(name: str, dims: tuple[str, ...], shape: tuple[int, ...], init: Literal["zeros", "ones"] = "zeros", per_layer: bool = True) -> None:
+    def vector(
+        name: str, dims: tuple[str, ...], shape: tuple[int, ...], init: Literal["zeros", "ones"] = "zeros", per_layer: bool = True
+    ) -> None:
         specs.append(ParameterSpec(name, dims, shape, per_layer, init))
 
     def norm(prefix: str, per_layer: bool = True) -> None:

@@ -83,15 +83,13 @@ class Transformer:
         scale, *bias = (vectors[:, index] for index in range(len(self.final_names)))
         h_BsD = self.operators.norm(x_BsD, scale, bias[0] if bias else None, epsilon=self.model.norm_epsilon)
         head_VD = ends["embedding" if self.model.tied_head else "head"]
-        return self.communication.all_gather_matmul(h_BsD, head_VD.T)
+        return self.communication.all_gather_logits(h_BsD, head_VD)
 
     def loss(self, ends: Weights, x_BsD: jax.Array, targets_BS: jax.Array) -> jax.Array:
         """Sum of the negative log-likelihoods of the valid targets, nats, fp32; equal on all ranks of the group."""
         logits_BSV = self.logits(ends, x_BsD)
         offset = self.communication.vocab_offset(logits_BSV.shape[-1])
-        return self.operators.cross_entropy(
-            logits_BSV, targets_BS, offset, self.model.vocab_size, self.communication.vocab_axes
-        ).sum()
+        return self.operators.cross_entropy(logits_BSV, targets_BS, offset, self.model.vocab_size, self.communication.vocab_axes).sum()
 
     def _block(self, window: int | None) -> Callable[..., jax.Array]:
         kind = BLOCKS[self.model.block]

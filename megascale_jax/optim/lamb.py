@@ -14,7 +14,7 @@ import optax
 from megascale_jax.config.schema import OptimizerConfig
 from megascale_jax.errors import ConfigError
 
-Tree = Mapping[str, jax.Array]
+Tree = dict[str, jax.Array]
 Norms = Callable[[Tree], Tree]
 
 
@@ -41,7 +41,7 @@ def scale_by_trust_ratio(norms: Norms) -> optax.GradientTransformation:
 
 def make_optimizer(
     config: OptimizerConfig,
-    learning_rate: Callable[[jax.Array], jax.Array],
+    learning_rate: optax.Schedule,
     decays: Mapping[str, bool],
     norms: Norms = whole_leaf_norms,
 ) -> optax.GradientTransformation:

@@ -1,14 +1,14 @@
 """Learning rates over **applied** updates: a skipped step does not advance them."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
 
 from megascale_jax.config.schema import ScheduleConfig
 
 
-def learning_rate(schedule: ScheduleConfig, peak: float, steps: int) -> Callable[[jax.Array], jax.Array]:
+def learning_rate(schedule: ScheduleConfig, peak: float, steps: int) -> optax.Schedule:
     """Rate as a function of the updates already applied, fp32.
 
     Warm-up is linear and its first value is ``peak / warmup_steps``, not 0. ``cosine`` falls from ``peak`` to
@@ -16,7 +16,7 @@ def learning_rate(schedule: ScheduleConfig, peak: float, steps: int) -> Callable
     """
     warmup, end = schedule.warmup_steps, schedule.decay_steps or steps
 
-    def rate(count: jax.Array) -> jax.Array:
+    def rate(count: ArrayLike) -> jax.Array:
         count = jnp.asarray(count, jnp.float32)
         risen = jnp.minimum((count + 1) / warmup, 1.0) if warmup else jnp.float32(1)
         if schedule.name == "constant":

@@ -1,8 +1,8 @@
 """The device mesh: ``pipe`` outermost, ``tensor`` innermost, so that a tensor group stays inside one node."""
 
 from collections.abc import Sequence
+from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
@@ -11,8 +11,8 @@ from megascale_jax.config.layout import MeshShape
 from megascale_jax.errors import ConfigError
 
 
-def make_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
-    """A mesh over the first ``shape.size`` devices, in their order.
+def make_mesh(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
+    """A mesh over the first ``shape.size`` of ``devices`` (``jax.devices()``, or those of a topology), in their order.
 
     Raises ConfigError when there are fewer devices than the mesh needs.
     """

@@ -114,7 +114,7 @@ class Plan:
         return tuple(sorted(mine))
 
 
-def make_plan(experiment: Experiment, devices: Sequence[jax.Device]) -> Plan:
+def make_plan(experiment: Experiment, devices: Sequence[Any]) -> Plan:
     """The plan of a checked experiment on ``devices``.
 
     Raises ConfigError when the mesh needs more devices, an operator cannot run on the target, or ``pipe`` exceeds 1.
@@ -128,9 +128,7 @@ def make_plan(experiment: Experiment, devices: Sequence[jax.Device]) -> Plan:
     layout = Layout.of(model, parallel)
     mesh = make_mesh(layout.mesh, devices)
     zero = ZeroSharding(model, layout, jnp.dtype(experiment.train.compute_dtype))
-    transformer = Transformer(
-        model, select(model, experiment.system), TensorParallel(), zero.columns, remat=parallel.remat == "full"
-    )
+    transformer = Transformer(model, select(model, experiment.system), TensorParallel(), zero.columns, remat=parallel.remat == "full")
     return Plan(experiment, layout, mesh, zero, OneStage(transformer))
 
 

@@ -37,7 +37,9 @@ class RunFolder:
         """The configuration that the run was started with. Raises RunFolderError when this is no run."""
         file = self.path / CONFIG_FILE
         if not file.is_file():
-            raise RunFolderError(f"{self.path} is not a run folder: it has no {CONFIG_FILE}; give the folder that `megascale train` printed")
+            raise RunFolderError(
+                f"{self.path} is not a run folder: it has no {CONFIG_FILE}; give the folder that `megascale train` printed"
+            )
         return read_resolved(file)
 
     def latest(self) -> int | None:

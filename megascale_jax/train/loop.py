@@ -10,7 +10,6 @@ checkpoint and repeats the same steps bit for bit.
 """
 
 import gc
-import importlib.metadata
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from megascale_jax.data.pipeline import Prepared, TrainIterator, held_out_batche
 from megascale_jax.model.flops import count_parameters, flops_per_token
 from megascale_jax.observe.metrics import EVENT_RESUME, EVENT_SKIP, MetricsWriter
 from megascale_jax.observe.progress import TrainingProgress
+from megascale_jax.observe.provenance import library_versions, source_commit
 from megascale_jax.observe.summary import RunSummary, write_summary
 from megascale_jax.observe.throughput import Throughput
 from megascale_jax.parallel.plan import VOTE_PARTITION, Plan, make_plan
@@ -33,8 +33,6 @@ from megascale_jax.train.peak import peak_flops
 from megascale_jax.train.saved import abstract_saved, restored_state, to_saved
 from megascale_jax.train.state import TrainState, initial_state
 from megascale_jax.train.step import make_steps, place_batch
-
-_RECORDED_VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,7 @@ class Trainer:
         self.throughput = Throughput(experiment.tokens_per_step, flops_per_token(experiment.model, "full"), self.peak)
         self.is_first = jax.process_index() == 0
         self.skipped = 0
+        self.commit = source_commit()
         self._to_saved = jax.jit(lambda state: to_saved(self.plan, state))
         if self.is_first:
             if fresh:
@@ -192,7 +191,8 @@ class Trainer:
             "experiment": self.experiment.model_dump_json(),
             "data": batches.state(),
             "tokenizer": self.tokenizer if self.is_first else None,
-            "versions": {name: importlib.metadata.version(name) for name in _RECORDED_VERSIONS},
+            "commit": self.commit,
+            "versions": library_versions(),
         }
         self.store.save(step, self._to_saved(state), description)
         if self.store.errors > failed:
@@ -214,7 +214,8 @@ class Trainer:
             checkpoint_errors=self.store.errors,
             skipped_steps=self.skipped,
             data_digest=self.prepared.manifest.digest,
-            versions={name: importlib.metadata.version(name) for name in _RECORDED_VERSIONS},
+            commit=self.commit,
+            versions=library_versions(),
         )
         if self.metrics is not None:
             self.metrics.evaluation(step, {"loss": loss})

@@ -14,17 +14,17 @@ from megascale_jax.parallel.plan import Plan
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """The state of a run.
+    """The state of a run; the same tree also carries its shapes or its partitions.
 
     ``step`` (int32) counts attempted steps and so the batches consumed; the optimizer's own counters count applied
     updates. ``params`` are fp32 logical parameters, ``rng`` raw key data (uint32 ``[2]``) from which every random part
     of the next step is drawn.
     """
 
-    step: jax.Array
-    params: dict[str, jax.Array]
+    step: Any
+    params: dict[str, Any]
     optimizer: Any
-    rng: jax.Array
+    rng: Any
 
 
 def _abstract_params(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:

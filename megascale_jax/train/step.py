@@ -8,7 +8,7 @@ Ranks also agree to stop inside the step: each puts a vote in, the sum comes out
 after the same step and no extra message is sent.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,9 +41,9 @@ class Steps:
     """
 
     optimizer: optax.GradientTransformation
-    train: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
-    evaluate: Callable[..., tuple[jax.Array, jax.Array]]
-    gradients: Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
+    train: jax.stages.Wrapped
+    evaluate: jax.stages.Wrapped
+    gradients: jax.stages.Wrapped
 
 
 def optimizer_of(experiment: Experiment, plan: Plan) -> optax.GradientTransformation:
@@ -75,9 +75,8 @@ def make_steps(experiment: Experiment, plan: Plan) -> Steps:
             factor = jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
             grads = jax.tree.map(lambda g: g * factor, grads)
         updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
-        applied = TrainState(
-            state.step, optax.apply_updates(state.params, updates), optimizer_state, jax.random.key_data(next_rng)
-        )
+        params: Any = optax.apply_updates(state.params, updates)
+        applied = TrainState(state.step, params, optimizer_state, jax.random.key_data(next_rng))
         kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), applied, state)
         metrics = {
             "loss": loss,

@@ -36,7 +36,7 @@ def test_pipeline_is_refused_with_what_to_set():
 
 def test_explicit_operator_that_cannot_run_on_the_target_is_refused():
     system = SystemConfig(platform="cpu", device="CPU", kernels=KernelConfig(attention="cudnn"))
-    with pytest.raises(ConfigError, match="cudnn, which runs on gpu, but system.platform is cpu"):
+    with pytest.raises(ConfigError, match=r"cudnn, which runs on gpu, but system\.platform is cpu"):
         select(experiment().model, system)
 
 
@@ -80,7 +80,9 @@ def test_stored_form_has_no_pads_and_returns_to_the_same_state(states):
 def test_abstract_state_describes_the_real_one(states):
     plan, optimizer, state = states[4, 2]
     jax.tree.map(
-        lambda wanted, leaf: np.testing.assert_equal((wanted.shape, wanted.dtype, wanted.sharding), (leaf.shape, leaf.dtype, leaf.sharding)),
+        lambda wanted, leaf: np.testing.assert_equal(
+            (wanted.shape, wanted.dtype, wanted.sharding), (leaf.shape, leaf.dtype, leaf.sharding)
+        ),
         abstract_state(plan, optimizer),
         state,
     )

@@ -19,7 +19,7 @@ def test_one_axis_for_two_dims_is_refused():
     with pytest.raises(ConfigError, match="mesh axis 'tensor' for two dims"):
         axes_of((axes.HEADS, axes.MLP))
     with pytest.raises(ConfigError, match="mesh axis 'data'"):
-        axes_of((axes.EMBED, axes.HEAD_DIM), RULES | {axes.HEAD_DIM: (axes.DATA,)})
+        axes_of((axes.EMBED, axes.HEAD_DIM), dict(RULES) | {axes.HEAD_DIM: (axes.DATA,)})
 
 
 def test_layer_parameter_is_stacked_and_split_over_all_axes():

@@ -55,7 +55,7 @@ def test_lamb_equals_float64_reference_when_layers_are_stacked_and_sharded(mesh)
             decay=OPTIMIZER["weight_decay"],
             clip=OPTIMIZER["clip_norm"],
         )
-    placed, votes = place_batch(plan, batch), np.zeros(plan.mesh.size, np.int32)
+    placed, votes, metrics = place_batch(plan, batch), np.zeros(plan.mesh.size, np.int32), {}
     for _ in range(STEPS):
         state, metrics = steps.train(state, placed, votes)
     assert float(metrics["grad_norm"]) > OPTIMIZER["clip_norm"], "the case must clip"
@@ -100,7 +100,9 @@ def test_learning_rate_and_counters_hold_when_a_step_is_skipped():
     healthy = state.params["embedding"]
     broken = jax.device_put(np.full(healthy.shape, np.nan, np.float32), healthy.sharding)
     votes = np.zeros(4, np.int32)
-    state, _ = steps.train(TrainState(state.step, dict(state.params, embedding=broken), state.optimizer, state.rng), place_batch(plan, batch), votes)
+    state, _ = steps.train(
+        TrainState(state.step, dict(state.params, embedding=broken), state.optimizer, state.rng), place_batch(plan, batch), votes
+    )
     saved = jax.jit(lambda s: to_saved(plan, s))(state)
     assert (int(saved["step"]), int(saved["updates"])) == (1, 0)
 

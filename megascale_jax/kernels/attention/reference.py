@@ -18,9 +18,7 @@ def visible_keys(segment_ids_BS: jax.Array, window: int | None) -> jax.Array:
     return seen_ST & (segment_ids_BS[:, :, None] == segment_ids_BS[:, None, :])
 
 
-def attention(
-    q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segment_ids_BS: jax.Array, *, window: int | None
-) -> jax.Array:
+def attention(q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segment_ids_BS: jax.Array, *, window: int | None) -> jax.Array:
     """Softmax attention, scores and softmax in fp32, ``[B, S, H, K]`` in the type of ``q``.
 
     Shapes: q ``[B, S, H, K]``; k, v ``[B, T, G, K]`` with T = S and H a multiple of G; segment ids int32 ``[B, S]``.
