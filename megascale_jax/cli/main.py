@@ -41,6 +41,9 @@ def main() -> None:
     except (UsageError, CheckpointError) as error:
         Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), str(error)))
         sys.exit(2)
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted; the newest checkpoint stays, and the same command goes on from it")
+        sys.exit(130)
 
 
 if __name__ == "__main__":

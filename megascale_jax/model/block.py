@@ -50,11 +50,9 @@ class Block(nnx.Module):
             setattr(self, group.name, nnx.Param(jnp.zeros(shape)))
 
     def _split(self, x: jax.Array, group: FusedGroup) -> dict[str, jax.Array]:
-        edges, offset = {}, 0
-        for member in group.members:
-            edges[member] = x[..., offset : offset + self.columns[member]]
-            offset += self.columns[member]
-        return edges
+        # not slices: their gradients are padded and added up, those of a split are laid side by side
+        parts = jax.lax.split(x, [self.columns[member] for member in group.members], axis=x.ndim - 1)
+        return dict(zip(group.members, parts, strict=True))
 
     def _vector(self, name: str) -> jax.Array | None:
         members = self.groups["vectors"].members

@@ -32,9 +32,8 @@ STACK_DIMS = (axes.STAGE, axes.CHUNK, axes.LAYER)
 
 @dataclass(frozen=True)
 class ArrayLayout:
-    """How one logical parameter lies in memory: dims with the stack, padded global shape, axes of each dim."""
+    """How one logical parameter lies in memory: padded global shape, stack in front, and mesh axes of each dim."""
 
-    dims: tuple[str, ...]
     shape: tuple[int, ...]
     dim_axes: tuple[tuple[str, ...], ...]
 
@@ -73,4 +72,4 @@ def array_layout(spec: ParameterSpec, layout: Layout) -> ArrayLayout:
     padded = {axes.VOCAB: layout.padded_vocab, axes.EMBED: layout.padded_embed}
     shape = tuple(padded.get(dim, size) for dim, size in zip(spec.dims, spec.shape, strict=True))
     dims = STACK_DIMS + spec.dims if spec.per_layer else spec.dims
-    return ArrayLayout(dims, layout.stack_shape + shape if spec.per_layer else shape, axes_of(dims))
+    return ArrayLayout(layout.stack_shape + shape if spec.per_layer else shape, axes_of(dims))

@@ -5,8 +5,6 @@ input gradient of each is the other one with the same operand. Both are written 
 gathered input is not kept for the backward pass but gathered again, as sequence parallelism does.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
@@ -20,8 +18,8 @@ def _gather(x_BsD: jax.Array) -> jax.Array:
     return jax.lax.all_gather(x_BsD, axes.TENSOR, axis=SEQUENCE, tiled=True)
 
 
-def _scatter(x_BSD: jax.Array, mesh_axes: tuple[str, ...] = (axes.TENSOR,)) -> jax.Array:
-    return jax.lax.psum_scatter(x_BSD, mesh_axes, scatter_dimension=SEQUENCE, tiled=True)
+def _scatter(x_BSD: jax.Array) -> jax.Array:
+    return jax.lax.psum_scatter(x_BSD, axes.TENSOR, scatter_dimension=SEQUENCE, tiled=True)
 
 
 @jax.custom_vjp
@@ -87,7 +85,7 @@ class TensorParallel:
     all_gather_matmul = staticmethod(all_gather_matmul)
     all_gather_logits = staticmethod(all_gather_logits)
     matmul_reduce_scatter = staticmethod(matmul_reduce_scatter)
-    reduce_scatter = staticmethod(partial(_scatter))
+    reduce_scatter = staticmethod(_scatter)
 
     def local_sequence(self, x_BS: jax.Array) -> jax.Array:
         """This rank's part of dim 1."""

@@ -46,19 +46,12 @@ class Steps:
     gradients: jax.stages.Wrapped
 
 
-def optimizer_of(experiment: Experiment, plan: Plan) -> optax.GradientTransformation:
-    """The experiment's update rule, with norms and decay by logical parameter."""
-    config = experiment.train
-    rate = learning_rate(config.schedule, config.optimizer.learning_rate, config.steps)
-    decays = {name: spec.decays for name, spec in plan.zero.specs.items()}
-    return make_optimizer(config.optimizer, rate, decays, plan.zero.norms)
-
-
 def make_steps(experiment: Experiment, plan: Plan) -> Steps:
     """Build the functions of a run; nothing is compiled until called."""
     config = experiment.train
     rate = learning_rate(config.schedule, config.optimizer.learning_rate, config.steps)
-    optimizer = optimizer_of(experiment, plan)
+    decays = {name: spec.decays for name, spec in plan.zero.specs.items()}
+    optimizer = make_optimizer(config.optimizer, rate, decays, plan.zero.norms)
 
     def gradients(params: dict[str, jax.Array], batch: Batch, key: jax.Array | None = None) -> tuple[jax.Array, Any, jax.Array]:
         tokens = jax.lax.psum((batch["targets"] >= 0).sum(), axes.DATA)
