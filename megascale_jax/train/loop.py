@@ -11,7 +11,7 @@ checkpoint and repeats the same steps bit for bit.
 
 import gc
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,10 @@ class Trainer:
     def run(self, stop: Any) -> Outcome:
         """Train from the newest checkpoint, or from the start, until done or until any rank's ``stop.asked``."""
         train = self.experiment.train
-        with TrainIterator(self.prepared, seed=train.seed, shuffle=train.data.shuffle, **self._batch_layout) as batches:
+        with (
+            closing(self.store),  # an error in the loop must not lose the save in flight
+            TrainIterator(self.prepared, seed=train.seed, shuffle=train.data.shuffle, **self._batch_layout) as batches,
+        ):
             resumed_from, state = self._begin(batches)
             with (
                 self._metrics_writer(resumed_from) as self.metrics,
@@ -89,8 +92,6 @@ class Trainer:
                 if step >= train.steps:
                     self.progress.update(step, note="evaluating on the held-out split")
                     summary = self._summarize(step, self.held_out_loss(state, train.evaluation.final_batches), resumed_from)
-        self.progress = None
-        self.store.close()
         return Outcome(step, summary)
 
     def held_out_loss(self, state: TrainState, batches: int | None) -> float:

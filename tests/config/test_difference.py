@@ -12,7 +12,7 @@ def test_each_changed_leaf_is_shown_once_in_schema_order():
     )
     assert [str(item) for item in differences(load_experiment("quickstart"), new)] == [
         "model.window: [64, 64, 64, full] -> [8, full]",
-        "train.steps: 300 -> 600",
+        "train.steps: 160 -> 600",
         "train.data.shuffle: true -> false",
-        "train.evaluation.every: 100 -> null",
+        "train.evaluation.every: 40 -> null",
     ]
