@@ -17,6 +17,8 @@ from megascale_jax.errors import UsageError
 
 START_TIMEOUT_S = 120
 CPU_COLLECTIVE_TIMEOUT_S = 300
+CACHED_COMPILE_S = 0.1
+"""Programs that took longer to compile than this are kept for the next start."""
 COORDINATOR = "MEGASCALE_COORDINATOR"
 NUM_PROCESSES = "MEGASCALE_NUM_PROCESSES"
 PROCESS_ID = "MEGASCALE_PROCESS_ID"
@@ -71,6 +73,7 @@ def start(platform: str, num_devices: int, processes: Processes) -> None:
     # The run handles SIGTERM itself: it finishes the step and saves.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", CACHED_COMPILE_S)
     if processes.count > 1:
         try:
             jax.distributed.initialize(processes.coordinator, processes.count, processes.index, initialization_timeout=START_TIMEOUT_S)

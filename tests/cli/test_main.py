@@ -32,12 +32,14 @@ def command(monkeypatch, tmp_path, capfd):
     monkeypatch.setenv("MEGASCALE_CACHE", str(tmp_path / "cache"))
 
     def run(*arguments):
-        cache = jax.config.jax_compilation_cache_dir
+        options = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+        before = {name: getattr(jax.config, name) for name in options}
         monkeypatch.setattr(sys, "argv", ["megascale", *arguments])
         with pytest.raises(SystemExit) as end:
             main()
             raise SystemExit(0)
-        jax.config.update("jax_compilation_cache_dir", cache)
+        for name, value in before.items():
+            jax.config.update(name, value)
         captured = capfd.readouterr()
         return end.value.code, captured.out + captured.err, sorted(entry.name for entry in folder.iterdir())
 

@@ -66,3 +66,18 @@ def test_loss_and_gradients_equal_float64_reference(kind, mesh):
     for name, gradient in gradients.items():
         whole, kept = np.asarray(gradient, np.float64), logical(plan, {name: gradient})[name].astype(np.float64)
         assert np.square(whole).sum() == pytest.approx(np.square(kept).sum()), f"{name}: a pad has a gradient"
+
+
+def test_bfloat16_compute_stays_within_its_precision():
+    """Gradients of weights with 8 bits of mantissa: 2**-8 times a few roundings on the way."""
+    kind = "serial-rmsnorm-swiglu-rotary-gqa"
+    config = experiment(2, 2, train={"compute_dtype": "bfloat16"}, **MODELS[kind])
+    plan = plan_of(config)
+    steps = make_steps(config, plan)
+    params = perturbed(plan, initial_state(plan, steps.optimizer, 0).params)
+    loss, gradients = steps.gradients(params, place_batch(plan, random_batch(config)))
+    expected_loss, expected = reference(kind)
+    assert abs(float(loss) - expected_loss) < 2**-7 * expected_loss
+    errors = {name: relative_error(g, expected[name]) for name, g in logical(plan, gradients).items()}
+    assert 1e-4 < max(errors.values()) < 20 * 2**-8, errors
+    assert all(g.dtype == np.float32 for g in gradients.values())
