@@ -1,4 +1,8 @@
-"""Attention as its definition: causal, windowed, inside segments, with grouped query heads. The specification of every kernel."""
+"""Attention as its definition: causal, windowed, inside segments, with grouped query heads. The specification of every kernel.
+
+The gradient is written by hand, as the kernels have it: what meets q and k again is in their type, so all five products
+of a bf16 run are bf16 ones, and one array of weights is kept rather than the chain of the softmax.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +30,35 @@ def attention(q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segment_i
     """
     B, S, H, K = q_BSHK.shape
     G = k_BTGK.shape[2]
-    q_BSGRK = q_BSHK.reshape(B, S, G, H // G, K)
-    scores_BGRST = jnp.einsum("bsgrk,btgk->bgrst", q_BSGRK, k_BTGK, preferred_element_type=jnp.float32) * K**-0.5
-    seen_BST = visible_keys(segment_ids_BS, window)
-    scores_BGRST = jnp.where(seen_BST[:, None, None], scores_BGRST, jnp.finfo(scores_BGRST.dtype).min)
-    weights_BGRST = jax.nn.softmax(scores_BGRST, axis=-1).astype(v_BTGK.dtype)
-    return jnp.einsum("bgrst,btgk->bsgrk", weights_BGRST, v_BTGK).reshape(B, S, H, K)
+    # N: the queries of one group, its H / G heads of each position side by side
+    q_BNGK = q_BSHK.reshape(B, S, G, H // G, K).swapaxes(2, 3).reshape(B, -1, G, K)
+    seen_BNT = jnp.repeat(visible_keys(segment_ids_BS, window), H // G, axis=1)
+    out_BNGK = _attend(q_BNGK, k_BTGK, v_BTGK, seen_BNT)
+    return out_BNGK.reshape(B, S, H // G, G, K).swapaxes(2, 3).reshape(B, S, H, K)
+
+
+@jax.custom_vjp
+def _attend(q_BNGK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, seen_BNT: jax.Array) -> jax.Array:
+    return _forward(q_BNGK, k_BTGK, v_BTGK, seen_BNT)[0]
+
+
+def _forward(q_BNGK, k_BTGK, v_BTGK, seen_BNT):
+    scores_BGNT = jnp.einsum("bngk,btgk->bgnt", q_BNGK, k_BTGK, preferred_element_type=jnp.float32) * q_BNGK.shape[-1] ** -0.5
+    scores_BGNT = jnp.where(seen_BNT[:, None], scores_BGNT, jnp.finfo(jnp.float32).min)
+    weights_BGNT = jax.nn.softmax(scores_BGNT, axis=-1).astype(v_BTGK.dtype)
+    out_BNGK = jnp.einsum("bgnt,btgk->bngk", weights_BGNT, v_BTGK)
+    return out_BNGK, (q_BNGK, k_BTGK, v_BTGK, weights_BGNT, out_BNGK)
+
+
+def _backward(residuals, d_out_BNGK):
+    q_BNGK, k_BTGK, v_BTGK, weights_BGNT, out_BNGK = residuals
+    d_v_BTGK = jnp.einsum("bgnt,bngk->btgk", weights_BGNT, d_out_BNGK)
+    d_weights_BGNT = jnp.einsum("bngk,btgk->bgnt", d_out_BNGK, v_BTGK, preferred_element_type=jnp.float32)
+    mean_BGN1 = (d_out_BNGK.astype(jnp.float32) * out_BNGK).sum(-1, keepdims=True).swapaxes(1, 2)
+    d_scores_BGNT = (weights_BGNT * (d_weights_BGNT - mean_BGN1) * q_BNGK.shape[-1] ** -0.5).astype(q_BNGK.dtype)
+    d_q_BNGK = jnp.einsum("bgnt,btgk->bngk", d_scores_BGNT, k_BTGK)
+    d_k_BTGK = jnp.einsum("bgnt,bngk->btgk", d_scores_BGNT, q_BNGK)
+    return d_q_BNGK, d_k_BTGK, d_v_BTGK, None
+
+
+_attend.defvjp(_forward, _backward)
