@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from megascale_jax.config.schema import Experiment
 
 _SIDE = 1536
-_TRIES = 4
+_TRIES = 12
 
 
 def peak_flops(experiment: Experiment, num_devices: int) -> float:
