@@ -53,6 +53,7 @@ free_port() {
 }
 
 port=$(free_port)
+export MEGASCALE_LAUNCHER="launch/local.sh -n $processes"
 export MEGASCALE_COORDINATOR=127.0.0.1:$port MEGASCALE_NUM_PROCESSES=$processes
 logs=$(mktemp -d "${TMPDIR:-/tmp}/megascale-local.XXXXXX")
 mkfifo "$logs/ended"

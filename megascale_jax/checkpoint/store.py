@@ -146,4 +146,6 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """What went wrong, without the library's dump of its own settings."""
+    text = next(iter(str(error).strip().splitlines()), "").partition(" [tensorstore_spec")[0]
+    return text or type(error).__name__

@@ -30,7 +30,7 @@ def prepare(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to make.")],
     sequence_length: Annotated[
         int, typer.Option("--sequence-length", metavar="N", help="Tokens of a training row; equal to model.sequence_length.")
-    ],
+    ] = 2048,
     tokenizer: Annotated[
         str, typer.Option("--tokenizer", metavar="bytes|FILE", help="`bytes`, or a Hugging Face tokenizers JSON file.")
     ] = "bytes",

@@ -34,7 +34,9 @@ app.add_typer(config.app, name="config")
 
 def main() -> None:
     """Entry point. Exit code 2 for anything the user can mend, with what was got, expected, and what to do."""
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    for noisy in ("absl", "asyncio"):
+        # Their tracebacks of a failed save would bury our own line about it.
+        logging.getLogger(noisy).setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", module="orbax")
     try:
         app()
@@ -42,7 +44,7 @@ def main() -> None:
         Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), str(error)))
         sys.exit(2)
     except KeyboardInterrupt:
-        Console(stderr=True).print("interrupted; the newest checkpoint stays, and the same command goes on from it")
+        Console(stderr=True).print("interrupted")
         sys.exit(130)
 
 

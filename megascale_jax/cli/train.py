@@ -1,5 +1,7 @@
 """`megascale train`: checks first, then data, then devices, then the loop; ends on what a person wants to see."""
 
+import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megascale_jax.config.checks import check_trainable
 from megascale_jax.config.load import load_experiment
 from megascale_jax.observe.progress import format_duration, format_rate
 from megascale_jax.observe.report import check_json_path, write_json
@@ -16,6 +19,7 @@ from megascale_jax.observe.summary import RunSummary
 if TYPE_CHECKING:
     from megascale_jax.config.schema import Experiment
     from megascale_jax.train.folder import RunFolder
+    from megascale_jax.train.loop import Outcome
 
 SAMPLE_TOKENS = 160
 
@@ -35,6 +39,7 @@ def train(
     """
     check_json_path(json)
     resolved = load_experiment(experiment, overrides or [])
+    check_trainable(resolved)
     # JAX is imported from here on, after everything that can be refused without it.
     from megascale_jax.comm.init import Processes, cache_folder, start
     from megascale_jax.config.layout import MeshShape
@@ -44,8 +49,12 @@ def train(
 
     folder = RunFolder(run_folder or Path("runs") / resolved.name)
     processes, console = Processes.from_environment(), Console()
-    command = " ".join(["megascale train", experiment, *(overrides or []), *(["--run-folder", str(run_folder)] if run_folder else [])])
-    if not fresh:
+    launcher = os.environ.get("MEGASCALE_LAUNCHER", "megascale train")
+    place = ["--run-folder", str(run_folder)] if run_folder else []
+    command = f"{launcher} {shlex.join([experiment, *(overrides or []), *place])}"
+    if fresh:
+        folder.check_clear()
+    else:
         folder.check(resolved)
         if summary := folder.finished(resolved):
             if processes.index == 0:
@@ -67,11 +76,13 @@ def train(
     if processes.index != 0:
         return
     if outcome.summary is None:
+        saved = "nothing is saved" if outcome.saved is None else f"saved: {folder.checkpoints / str(outcome.saved)}"
+        lost = "" if outcome.saved == outcome.step else " (later steps are lost: see the errors above)"
         console.print(
-            Text(f"Stopped after step {outcome.step} of {resolved.train.steps}, saved in {folder.checkpoints}.\nGo on with: {command}")
+            Text(f"Stopped after step {outcome.step} of {resolved.train.steps}; {saved}{lost}\nGo on with: {command}"), soft_wrap=True
         )
         return
-    _show_end(console, resolved, folder, outcome.summary, processes.count)
+    _show_end(console, resolved, folder, outcome, command, processes.count)
     if json is not None:
         write_json(json, outcome.summary)
 
@@ -91,25 +102,32 @@ def _show_start(console: Console, experiment: "Experiment", folder: "RunFolder",
     )
 
 
-def _show_end(console: Console, experiment: "Experiment", folder: "RunFolder", summary: RunSummary, processes: int) -> None:
+def _show_end(console: Console, experiment: "Experiment", folder: "RunFolder", outcome: "Outcome", command: str, processes: int) -> None:
     from megascale_jax.views.loss import plot_loss
 
-    picture = plot_loss(folder.path)
+    summary = outcome.summary
+    assert summary is not None
+    try:
+        picture = str(plot_loss(folder.path))
+    except OSError as error:
+        picture = f"could not be written: {error}"
     console.print(_results(summary))
+    checkpoint = "none is complete: see the errors above" if outcome.saved is None else folder.checkpoints / str(outcome.saved)
     console.print(
-        Text(f"loss plot   {picture}\ncheckpoint  {folder.checkpoints / str(summary.steps)}\nsummary     {folder.path / 'summary.json'}")
+        Text(f"loss plot   {picture}\ncheckpoint  {checkpoint}\nsummary     {folder.path / 'summary.json'}"),
+        soft_wrap=True,
     )
     prompt = experiment.train.sample_prompt
-    if prompt and processes == 1:
+    if prompt and processes == 1 and outcome.saved is not None:
         from megascale_jax.train.sample import sample
 
         console.print(Text(f"\nThe model continues {prompt!r}:", style="bold"))
         console.print(Text(sample(folder, prompt, num_tokens=SAMPLE_TOKENS)))
     console.print(
         Text(
-            f"\nNext:\n  megascale sample {folder.path} --prompt 'class '\n"
-            f"  megascale train {experiment.name} train.steps={2 * summary.steps}        (goes on from here)\n"
-            f"  megascale config show {experiment.name}\n"
+            f"\nNext:\n  megascale sample {shlex.quote(str(folder.path))} --prompt 'class '\n"
+            f"  {command} train.steps={2 * summary.steps}        (goes on from here)\n"
+            f"  megascale config list\n"
             f"  megascale --help"
         ),
         soft_wrap=True,
@@ -137,7 +155,8 @@ def _show_finished(console: Console, folder: "RunFolder", summary: RunSummary, c
         Text(
             f"{folder.path} has all its {summary.steps} steps.\n"
             f"Extend it:      {command} train.steps={2 * summary.steps}\nStart it anew:  {command} --fresh"
-        )
+        ),
+        soft_wrap=True,
     )
     if json is not None:
         write_json(json, summary)

@@ -76,7 +76,14 @@ def start(platform: str, num_devices: int, processes: Processes) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", CACHED_COMPILE_S)
     if processes.count > 1:
         try:
-            jax.distributed.initialize(processes.coordinator, processes.count, processes.index, initialization_timeout=START_TIMEOUT_S)
+            jax.distributed.initialize(
+                processes.coordinator,
+                processes.count,
+                processes.index,
+                initialization_timeout=START_TIMEOUT_S,
+                # Otherwise JAX sees Slurm and gives each process the one device of its local rank.
+                cluster_detection_method="deactivate",
+            )
         except RuntimeError as error:
             raise UsageError(
                 f"process {processes.index} of {processes.count} could not join {processes.coordinator} within {START_TIMEOUT_S} s: "

@@ -28,6 +28,15 @@ RESUMABLE = ("train.steps", "train.gc_every", "train.evaluation", "train.checkpo
 """What may change between a run and its resumption; everything else decides the numbers or the shape of the state."""
 
 
+def check_trainable(experiment: Experiment) -> None:
+    """Raise ConfigError for what can be described and compiled for, but not yet trained by this version."""
+    if experiment.parallel.pipe > 1:
+        raise ConfigError(
+            f"parallel.pipe is {experiment.parallel.pipe}: this version runs one pipeline stage; set parallel.pipe=1 "
+            "parallel.virtual_stages=1 and use tensor and data"
+        )
+
+
 def difference_blocks_resume(differences: Iterable[Difference]) -> list[Difference]:
     """Those of the ``differences`` between a run and its resumption that may not be, in order.
 
@@ -115,6 +124,8 @@ def _training(experiment: Experiment) -> Iterator[str]:
         yield f"train.schedule.warmup_steps {warmup} is not below {source}; shorten the warm-up or train longer"
     if train.data.source is None and train.data.prepared is None:
         yield "train.data has neither source nor prepared; set train.data.source=FILE_OR_FOLDER, or train.data.source=stdlib to try"
+    if train.data.source is not None and train.data.prepared is not None:
+        yield "train.data has both source and prepared; set train.data.prepared=null to prepare the source, else train.data.source=null"
 
 
 def _kernels(experiment: Experiment) -> Iterator[str]:

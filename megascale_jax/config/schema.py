@@ -1,6 +1,6 @@
 """The typed configuration of an experiment: four sections, one file each, all frozen.
 
-A field's description is its documentation: ``megascale config show`` and the error texts use nothing else. An unknown
+A field's description is its documentation, and what error texts quote. An unknown
 key is an error (``load.py`` names the nearest known one). Rules that concern one field live here, rules that join
 several sections in ``checks.py``. This module imports neither JAX nor NumPy.
 """

@@ -6,8 +6,8 @@ step to go on from, all are. A disk that refuses a write never stops training: t
 is logged as a warning; a half-written line is cut off again.
 
 A line has `step`, `kind`, `wall_s` (seconds of training, earlier tries included) and then numbers. The usual ones:
-`loss`, `grad_norm`, `learning_rate`, `tokens` (row positions consumed since step 0), `tokens_per_s`, `mfu`, `skipped` (updates
-skipped since the line before) for `train`; `loss` for `evaluation`; an `event` has its name under `event`. A number that is
+`loss`, `grad_norm`, `learning_rate`, `tokens` (row positions consumed since step 0), `tokens_per_s`, `mfu`, `skipped` (1
+when the update of this very step was skipped) for `train`; `loss` for `evaluation`; an `event` has its name under `event`. A number that is
 not finite is null and its key is listed under `non_finite`.
 """
 

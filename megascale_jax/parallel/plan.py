@@ -21,9 +21,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from megascale_jax import axes
+from megascale_jax.config.checks import check_trainable
 from megascale_jax.config.layout import Layout
 from megascale_jax.config.schema import Experiment
-from megascale_jax.errors import ConfigError
 from megascale_jax.kernels.dispatch import select
 from megascale_jax.model.transformer import Transformer
 from megascale_jax.parallel.mesh import make_mesh
@@ -120,11 +120,7 @@ def make_plan(experiment: Experiment, devices: Sequence[Any]) -> Plan:
     Raises ConfigError when the mesh needs more devices, an operator cannot run on the target, or ``pipe`` exceeds 1.
     """
     model, parallel = experiment.model, experiment.parallel
-    if parallel.pipe > 1:
-        raise ConfigError(
-            f"parallel.pipe is {parallel.pipe}: this version runs one pipeline stage; set parallel.pipe=1 "
-            "parallel.virtual_stages=1 and use tensor and data"
-        )
+    check_trainable(experiment)
     layout = Layout.of(model, parallel)
     mesh = make_mesh(layout.mesh, devices)
     zero = ZeroSharding(model, layout, jnp.dtype(experiment.train.compute_dtype))

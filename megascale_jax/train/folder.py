@@ -6,20 +6,29 @@ A folder belongs to one configuration. The same one resumes from the newest comp
 number (`config.checks.RESUMABLE`) may change; anything else is refused with the difference, before any device work.
 """
 
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from megascale_jax.checkpoint.store import published_steps, read_description
 from megascale_jax.config.checks import difference_blocks_resume
 from megascale_jax.config.load import differences, dump_yaml, read_resolved
 from megascale_jax.config.schema import Experiment
-from megascale_jax.errors import RunFolderError
+from megascale_jax.data.tokenizer import TOKENIZER_FILE
+from megascale_jax.errors import ConfigError, RunFolderError
+from megascale_jax.observe.metrics import METRICS_FILE, TENSORBOARD_FOLDER
 from megascale_jax.observe.report import replace_file
 from megascale_jax.observe.summary import SUMMARY_FILE, RunSummary, read_summary
 
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS = "checkpoints"
+LOCK_FILE = ".lock"
+_OWN_NAMES = {CONFIG_FILE, CHECKPOINTS, LOCK_FILE, SUMMARY_FILE, METRICS_FILE, TENSORBOARD_FOLDER, TOKENIZER_FILE, "loss.png"}
 
 
 @dataclass(frozen=True)
@@ -49,11 +58,18 @@ class RunFolder:
 
     def check(self, experiment: Experiment) -> None:
         """Refuse a configuration that may not go on here. Raises RunFolderError or CheckpointError; writes nothing."""
-        if not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir())):
+        existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            raise RunFolderError(f"{self.path} cannot be made: {existing} is no writable folder; choose another with --run-folder")
+        if existing != self.path or not any(self.path.iterdir()):
             return
         if not (self.path / CONFIG_FILE).is_file():
             raise RunFolderError(f"{self.path} exists and is not a run folder (no {CONFIG_FILE}); choose another with --run-folder")
-        self._refuse(self.experiment(), experiment, f"{self.path} belongs to a run with another configuration")
+        try:
+            started = self.experiment()
+        except ConfigError as error:
+            raise RunFolderError(f"{error}\nthe folder's own configuration is damaged: start anew with --fresh") from error
+        self._refuse(started, experiment, f"{self.path} belongs to a run with another configuration")
         if (step := self.latest()) is not None:
             stored = read_description(self.checkpoints, step).get("experiment")
             saved = Experiment.model_validate_json(stored) if isinstance(stored, str) else None
@@ -63,20 +79,54 @@ class RunFolder:
 
     def finished(self, experiment: Experiment) -> RunSummary | None:
         """The summary when the run already has all its steps, else ``None``."""
-        summary, step = read_summary(self.path), self.latest()
+        try:
+            summary, step = read_summary(self.path), self.latest()
+        except RunFolderError:  # damaged: finishing the run again writes it anew
+            return None
         return summary if summary is not None and step is not None and min(step, summary.steps) >= experiment.train.steps else None
 
     def create(self, experiment: Experiment) -> None:
-        """Make the folder and write the configuration; an unfinished run loses its old summary."""
+        """Make the folder of a new run; what an earlier run left there stays as it is."""
         self.path.mkdir(parents=True, exist_ok=True)
+        if not (self.path / CONFIG_FILE).is_file():
+            self.begin(experiment)
+
+    def begin(self, experiment: Experiment) -> None:
+        """Write the configuration, now that nothing can be refused any more; an unfinished run loses its old summary."""
         replace_file(self.path / CONFIG_FILE, dump_yaml(experiment).encode())
         (self.path / SUMMARY_FILE).unlink(missing_ok=True)
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from training here. Raises RunFolderError when one does; a lock dies with its process."""
+        lock = FileLock(self.path / LOCK_FILE, timeout=0)
+        try:
+            lock.acquire()
+        except Timeout as error:
+            raise RunFolderError(f"another process trains in {self.path}; wait for it, stop it, or choose another --run-folder") from error
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def check_clear(self) -> None:
+        """Raise RunFolderError unless the folder holds nothing but what a run writes, whole or in part; removes nothing."""
+        if not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise RunFolderError(f"{self.path} is a file; choose another with --run-folder")
+        foreign = sorted(entry.name for entry in self.path.iterdir() if entry.name not in _OWN_NAMES)
+        if foreign:
+            raise RunFolderError(
+                f"{self.path} holds {foreign[0]!r}, which is not a run's, so it is not a run folder; choose another with --run-folder"
+            )
+
     def clear(self) -> None:
-        """Remove a run and all its checkpoints. Raises RunFolderError for a folder that is not a run."""
-        if self.path.exists() and any(self.path.iterdir()):
-            self.experiment()
-            shutil.rmtree(self.path)
+        """Remove a run and all its checkpoints. Raises RunFolderError for a folder that holds anything else."""
+        self.check_clear()
+        if self.path.exists():
+            with self.locked():
+                shutil.rmtree(self.path)
 
     @staticmethod
     def _refuse(old: Experiment, new: Experiment, what: str) -> None:

@@ -41,6 +41,8 @@ class Outcome:
 
     step: int
     summary: RunSummary | None
+    saved: int | None
+    """Step of the newest complete checkpoint."""
 
 
 class Trainer:
@@ -74,10 +76,13 @@ class Trainer:
         """Train from the newest checkpoint, or from the start, until done or until any rank's ``stop.asked``."""
         train = self.experiment.train
         with (
+            self.folder.locked() if self.is_first else nullcontext(),
             closing(self.store),  # an error in the loop must not lose the save in flight
             TrainIterator(self.prepared, seed=train.seed, shuffle=train.data.shuffle, **self._batch_layout) as batches,
         ):
             resumed_from, state = self._begin(batches)
+            if self.is_first:
+                self.folder.begin(self.experiment)
             with (
                 self._metrics_writer(resumed_from) as self.metrics,
                 TrainingProgress(train.steps, start_step=resumed_from or 0, rank=jax.process_index()) as self.progress,
@@ -92,7 +97,7 @@ class Trainer:
                 if step >= train.steps:
                     self.progress.update(step, note="evaluating on the held-out split")
                     summary = self._summarize(step, self.held_out_loss(state, train.evaluation.final_batches), resumed_from)
-        return Outcome(step, summary)
+        return Outcome(step, summary, self.store.latest())
 
     def held_out_loss(self, state: TrainState, batches: int | None) -> float:
         """Mean negative log-likelihood over the held-out split, or its first global batches, nats per token."""
@@ -220,7 +225,10 @@ class Trainer:
         )
         if self.metrics is not None:
             self.metrics.evaluation(step, {"loss": loss})
-            write_summary(self.folder.path, summary)
+            try:
+                write_summary(self.folder.path, summary)
+            except OSError as error:
+                self._say(f"the summary could not be written: {error}")
         return summary
 
     def _event(self, step: int, name: str) -> None:

@@ -4,6 +4,8 @@ The whole visible text is computed again for each token, on a fixed number of po
 all; the oldest tokens leave when the sequence length is reached. Meant for a look at a model, not for serving.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +29,7 @@ def sample(folder: RunFolder, prompt: str, *, num_tokens: int, temperature: floa
     Temperature 0 takes the likeliest token each time. Raises RunFolderError for a run without a checkpoint, UsageError
     for an empty prompt or a number out of range.
     """
-    if num_tokens < 1 or temperature < 0:
+    if num_tokens < 1 or not 0 <= temperature < math.inf:
         raise UsageError(f"tokens {num_tokens}, temperature {temperature}; expected at least 1 token and a temperature >= 0")
     experiment, latest = folder.experiment(), folder.latest()
     if latest is None:

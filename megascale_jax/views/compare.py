@@ -16,7 +16,7 @@ import numpy as np
 
 from megascale_jax.observe.summary import RunSummary
 from megascale_jax.views.curve import RunRecord, Series, smooth
-from megascale_jax.views.same_data import ConfigDifference, config_differences, config_int, held_out_difference
+from megascale_jax.views.same_data import ConfigDifference, config_differences, config_int, held_out_difference, mixes_evaluations
 
 Against = Literal["tokens", "steps"]
 Verdict = Literal["equivalent", "better", "worse", "incomparable"]
@@ -98,6 +98,12 @@ def compare_runs(a: RunRecord, b: RunRecord, *, tolerance: float, against: Again
         validation = Measure("held-out loss", held_out_a, held_out_b, _relative(held_out_a, held_out_b))
         train = _compare_tails(curve_a, curve_b, common)
         if max(ends) > min(ends) * (1 + _SAME_END):
+            longer = a if ends[0] > ends[1] else b
+            if mixes_evaluations(longer):
+                reasons.append(
+                    f"{'A' if longer is a else 'B'} went on for longer, and its evaluations on the way are of other rows than the last; "
+                    "compare runs of one length, or set train.evaluation.batches and final_batches alike"
+                )
             notes.append(
                 f"A ends at {ends[0]:,.0f} {against}, B at {ends[1]:,.0f}; both are judged at {min(ends):,.0f}, where the longer run's "
                 "learning rate may not have decayed yet"

@@ -43,13 +43,14 @@ def held_out_difference(a: RunRecord, b: RunRecord) -> tuple[str | None, str | N
     length_a, length_b = (config_int(run, "model.sequence_length") for run in (a, b))
     if length_a != length_b:
         return f"rows have {length_a} tokens in A and {length_b} in B, so a prediction sees other contexts", None
-    rows_a, rows_b = _evaluated_rows(a), _evaluated_rows(b)
-    if rows_a != rows_b:
-        text_a, text_b = ("the whole held-out split" if rows is None else f"{rows} held-out rows" for rows in (rows_a, rows_b))
-        return (
-            f"A was evaluated on {text_a}, B on {text_b}; set train.evaluation.batches so that batches x train.global_batch_size "
-            "agree, or to null in both"
-        ), None
+    for field in ("batches", "final_batches"):
+        rows_a, rows_b = _evaluated_rows(a, field), _evaluated_rows(b, field)
+        if rows_a != rows_b:
+            text_a, text_b = ("the whole held-out split" if rows is None else f"{rows} held-out rows" for rows in (rows_a, rows_b))
+            return (
+                f"A was evaluated on {text_a}, B on {text_b}; set train.evaluation.{field} so that {field} x train.global_batch_size "
+                "agree, or to null in both"
+            ), None
     return _data_difference(a, b)
 
 
@@ -79,11 +80,16 @@ def _fingerprint(run: RunRecord) -> tuple[float, float] | None:
     return summary.unigram_nats, summary.bigram_nats
 
 
-def _evaluated_rows(run: RunRecord) -> int | None:
-    """Held-out rows of one evaluation; None for the whole split."""
-    if dict(_leaves(run.config)).get("train.evaluation.batches") is None:
-        return None
-    return config_int(run, "train.evaluation.batches") * config_int(run, "train.global_batch_size")
+def mixes_evaluations(run: RunRecord) -> bool:
+    """Whether the loss at the end is over other held-out rows than those on the way, so that the two make no one curve."""
+    return _evaluated_rows(run, "batches") != _evaluated_rows(run, "final_batches")
+
+
+def _evaluated_rows(run: RunRecord, field: str) -> int | None:
+    """Held-out rows of one evaluation on the way (``batches``) or at the end (``final_batches``); None for the whole split."""
+    leaves = dict(_leaves(run.config))
+    batches = leaves.get(f"train.evaluation.{field}", leaves.get("train.evaluation.batches"))
+    return None if batches is None else batches * config_int(run, "train.global_batch_size")
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

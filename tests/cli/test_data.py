@@ -51,7 +51,7 @@ def test_json_path_that_cannot_be_written_is_refused_before_the_work(arguments, 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("missing", ["-o", "--sequence-length"])
+@pytest.mark.parametrize("missing", ["-o"])
 def test_missing_option_exits_with_2(arguments, missing):
     place = arguments.index(missing)
     assert run(arguments[:place] + arguments[place + 2 :]).exit_code == 2

@@ -51,3 +51,12 @@ def test_missing_gpu_is_said_with_the_remedy(monkeypatch):
     monkeypatch.setattr(init.jax.config, "update", lambda *_: None)
     with pytest.raises(UsageError, match=r"platform is gpu, but JAX found cpu devices only.*system=cpu"):
         init.start("gpu", 1, Processes())
+
+
+def test_all_local_devices_belong_to_the_process_when_a_cluster_is_around(monkeypatch):
+    """JAX's own detection would hand each Slurm task one device."""
+    seen = {}
+    monkeypatch.setattr(init.jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(init.jax.distributed, "initialize", lambda *_, **options: seen.update(options))
+    init.start("cpu", 4, Processes(2, 1, "127.0.0.1:1"))
+    assert seen["cluster_detection_method"] == "deactivate" and seen["initialization_timeout"] == init.START_TIMEOUT_S

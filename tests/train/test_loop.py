@@ -7,7 +7,7 @@ import pytest
 
 from megascale_jax.checkpoint.store import published_steps
 from megascale_jax.config.schema import CheckpointConfig, EvaluationConfig, LoggingConfig
-from megascale_jax.errors import RunFolderError
+from megascale_jax.errors import CheckpointError, RunFolderError
 from megascale_jax.observe.metrics import read_metrics
 from megascale_jax.train.folder import RunFolder
 from megascale_jax.train.loop import Trainer
@@ -146,7 +146,7 @@ def test_foreign_folder_is_left_alone(tmp_path):
     folder = RunFolder(tmp_path)
     with pytest.raises(RunFolderError, match="not a run folder"):
         folder.check(tiny())
-    with pytest.raises(RunFolderError, match="not a run folder"):
+    with pytest.raises(RunFolderError, match=r"holds 'thesis\.txt', which is not a run's"):
         folder.clear()
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 
@@ -157,3 +157,38 @@ def test_description_says_what_the_checkpoint_belongs_to(prepared, tmp_path):
     assert description["data"]["samples"] == 24
     assert json.loads(description["experiment"])["model"]["num_layers"] == 2
     assert description["versions"]["jax"]
+
+
+def test_second_process_in_one_run_folder_is_refused(prepared, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    first = Trainer(tiny(steps=1), folder, prepared)
+    with folder.locked():
+        with pytest.raises(RunFolderError, match="another process trains in"):
+            first.run(StopAt())
+        with pytest.raises(RunFolderError, match="another process trains in"):
+            folder.clear()
+    assert first.run(StopAt()).summary is not None
+
+
+def test_damaged_configuration_or_summary_of_a_run_is_no_dead_end(prepared, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    run(tiny(steps=1), prepared, folder.path)
+    (folder.path / "summary.json").write_text("{")
+    assert folder.finished(tiny(steps=1)) is None
+    (folder.path / "config.yaml").write_text("model:")
+    with pytest.raises(RunFolderError, match=r"damaged: start anew with --fresh"):
+        folder.check(tiny(steps=1))
+    folder.clear()
+    assert not folder.path.exists()
+
+
+def test_refused_resume_changes_nothing(prepared, tmp_path):
+    path = tmp_path / "run"
+    run(tiny(steps=1), prepared, path)
+    for file in (path / "checkpoints/1/state").rglob("*"):
+        if file.is_file() and "/d/" in str(file):
+            file.unlink()
+    before = {file.name: file.read_bytes() for file in path.iterdir() if file.is_file()}
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        run(tiny(steps=3), prepared, path)
+    assert {file.name: file.read_bytes() for file in path.iterdir() if file.is_file()} == before

@@ -69,3 +69,11 @@ def test_config_is_refused_when_the_batch_is_missing(tmp_path: Path) -> None:
     a, b = pair(tmp_path, {}, {"config": {"model.sequence_length": "long"}})
     with pytest.raises(RunFolderError, match=r"model\.sequence_length is 'long'"):
         held_out_difference(a, b)
+
+
+def test_rows_of_the_last_evaluation_are_a_reason_of_their_own(tmp_path: Path) -> None:
+    """The judged loss is the one at the end, over ``final_batches``."""
+    one = {"batch": 8, "config": {"train.evaluation.batches": 4, "train.evaluation.final_batches": 1}}
+    two = {"batch": 8, "config": {"train.evaluation.batches": 4, "train.evaluation.final_batches": 2}}
+    reason, _ = held_out_difference(*pair(tmp_path, one, two))
+    assert reason is not None and "8 held-out rows, B on 16" in reason and "train.evaluation.final_batches" in reason
