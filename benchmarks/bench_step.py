@@ -79,7 +79,8 @@ def variants(model: str, devices: int) -> list[dict[str, Any]]:
     # plain bf16 is left out: its weight gradients miss the fast CPU kernels and a step takes minutes
     precisions = ("train.compute_dtype=bfloat16", "train.compute_dtype=float32")
     wide = [ours(model, devices, 1, dtype, f"parallel.remat={remat}") for dtype in precisions for remat in ("none", "full")]
-    return [*wide, *(ours(model, data, tensor, precisions[0]) for data, tensor in layouts[1:]), plain(model, precisions[1])]
+    tensor_parallel = [ours(model, data, tensor, precisions[0], "parallel.remat=none") for data, tensor in layouts[1:]]
+    return [*wide, *tensor_parallel, plain(model, precisions[1], "parallel.remat=none")]
 
 
 def ours(model: str, data: int, tensor: int, *overrides: str) -> dict[str, Any]:
