@@ -30,7 +30,7 @@ _COMPLETED = re.compile(r"completed step: (\d+),.* loss: ([\d.]+)")
 
 
 def peer_steps(python: Path, steps: int) -> Iterator[dict[str, Any]]:
-    """Run the peer for ``steps`` counted steps; one ``{"variant", "wall_s", "cpu_s", "loss"}`` each."""
+    """Run the peer for ``steps`` counted steps; one ``{"variant", "loss", "wall_s", "cpu_s"}`` each, step 0 without times."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["run_name=peer", f"base_output_directory={folder}", f"steps={steps + 1}", *FLAGS.split()]
         command = [str(python.absolute()), "-m", "maxtext.trainers.pre_train.train", *arguments]
@@ -47,8 +47,10 @@ def _read(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
     for line in process.stdout:
         if found := _COMPLETED.search(line):
             now = time.perf_counter(), _cpu_seconds(process.pid)
+            step: dict[str, Any] = {"variant": VARIANT, "loss": float(found[2])}
             if before is not None:
-                yield {"variant": VARIANT, "wall_s": now[0] - before[0], "cpu_s": now[1] - before[1], "loss": float(found[2])}
+                step |= {"wall_s": now[0] - before[0], "cpu_s": now[1] - before[1]}
+            yield step
             before = now
 
 
