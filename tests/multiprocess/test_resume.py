@@ -20,6 +20,7 @@ from tests.train.test_loop import StopAt
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 180
+VANISH_LIMIT_S = 10
 STEPS = 10
 OVERRIDES = [
     "model.num_layers=1",
@@ -97,6 +98,9 @@ def finish(overrides, environment, run):
     process = launch(overrides, environment, run)
     output = process.communicate(timeout=LIMIT_S)[0]
     assert process.returncode == 0, output
+    limit = time.monotonic() + VANISH_LIMIT_S
+    while processes_of(run) and time.monotonic() < limit:
+        time.sleep(0.05)  # the last reporter of the launcher may just be on its way out
     assert processes_of(run) == []
     return output
 
