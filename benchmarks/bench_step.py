@@ -76,7 +76,7 @@ def variants(model: str, devices: int) -> list[dict[str, Any]]:
     layouts = [(devices, 1)] + ([(devices // 2, 2)] if devices % 2 == 0 else [])
     if model != PEER_MODEL:
         return [*(ours(model, data, tensor) for data, tensor in layouts), plain(model)]
-    # plain bf16 is left out: its weight gradients miss the fast CPU kernels and a step takes minutes
+    # plain bf16 is left out: its weight gradients miss the fast CPU kernels
     precisions = ("train.compute_dtype=bfloat16", "train.compute_dtype=float32")
     wide = [ours(model, devices, 1, dtype, f"parallel.remat={remat}") for dtype in precisions for remat in ("none", "full")]
     tensor_parallel = [ours(model, data, tensor, precisions[0], "parallel.remat=none") for data, tensor in layouts[1:]]

@@ -71,7 +71,8 @@ def plain_variant(experiment: Experiment) -> Advance:
     config = experiment.train
     plain = PlainStep(experiment, learning_rate(config.schedule, config.optimizer.learning_rate, config.steps))
     device = jax.devices()[0]
-    state = plain.init({name: jax.device_put(np.asarray(value), device) for name, value in logical.items()})
+    # committed to the device, as the step's results are: else the second step would be compiled again
+    state = jax.device_put(plain.init({name: np.asarray(value) for name, value in logical.items()}), device)
     batches = batches_of(experiment)
 
     def advance() -> float:

@@ -58,7 +58,7 @@ def all_gather_logits(x_BsD: jax.Array, table_VD: jax.Array) -> jax.Array:
     """Gather the sequence over ``tensor``, multiply by this rank's rows of a vocabulary table: ``[B, S, V]``.
 
     `all_gather_matmul` of the transposed table, but for the table's gradient: it is born as ``[V, D]``. Transposed
-    afterwards, XLA folds the transpose into a product that its fast CPU kernels do not take (29 times slower in bf16).
+    afterwards, XLA folds the transpose into a product that its fast CPU kernels do not take in bf16.
     """
     return jnp.einsum("bsd,vd->bsv", _gather(x_BsD), table_VD)
 
