@@ -41,7 +41,7 @@ class PlainStep:
 
         self.step = jax.jit(step, donate_argnums=0)
 
-    def init(self, logical: Mapping[str, jax.Array]) -> tuple[Tree, Any]:
+    def init(self, logical: Mapping[str, Any]) -> tuple[Tree, Any]:
         """State from parameters by name, those of layers stacked in front; copies, since the step donates."""
         ends = ("embedding", "final_norm_scale", "final_norm_bias", "head")
         depth = next(len(value) for name, value in logical.items() if name not in ends)
