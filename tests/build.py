@@ -29,8 +29,10 @@ MODEL: dict[str, Any] = {
 }
 
 
-def experiment(data: int = 1, tensor: int = 1, *, train: dict[str, Any] | None = None, **model: Any) -> Experiment:
-    """A tiny experiment: three micro-batches, fp32."""
+def experiment(
+    data: int = 1, tensor: int = 1, *, train: dict[str, Any] | None = None, parallel: dict[str, Any] | None = None, **model: Any
+) -> Experiment:
+    """A tiny experiment, fp32; three micro-batches unless ``parallel`` says otherwise."""
     settings: dict[str, Any] = {
         "steps": 10,
         "global_batch_size": 24,
@@ -41,7 +43,7 @@ def experiment(data: int = 1, tensor: int = 1, *, train: dict[str, Any] | None =
     return Experiment(
         name="tiny",
         model=ModelConfig(**(MODEL | model)),
-        parallel=ParallelConfig(data=data, tensor=tensor, micro_batch_size=8 // data),
+        parallel=ParallelConfig(**({"data": data, "tensor": tensor, "micro_batch_size": 8 // data} | (parallel or {}))),
         system=SystemConfig(platform="cpu", device="CPU"),
         train=TrainConfig(**(settings | (train or {}))),
     )
@@ -81,7 +83,8 @@ def logical(plan: Plan, tree: dict[str, jax.Array]) -> dict[str, np.ndarray]:
         spec = plan.zero.specs[name]
         array = np.asarray(value)
         if spec.per_layer:
-            array = array.swapaxes(0, 1).reshape(plan.experiment.model.num_layers, *array.shape[3:])
+            table = np.array(plan.layout.stages.table)
+            array = np.stack([array[tuple(np.argwhere(table == layer)[0])] for layer in range(plan.experiment.model.num_layers)])
         cut = tuple(slice(size) for size in spec.shape)
         result[name] = array[(slice(None), *cut) if spec.per_layer else cut]
     return result
@@ -93,7 +96,10 @@ def perturbed(plan: Plan, params: dict[str, jax.Array], seed: int = 1) -> dict[s
     result = {}
     for name in sorted(params):
         array, spec = np.array(params[name]), plan.zero.specs[name]
-        index = (slice(None),) * (3 if spec.per_layer else 0) + tuple(slice(size) for size in spec.shape)
-        array[index] += 0.1 * rng.standard_normal(array[index].shape)
+        layers = range(plan.experiment.model.num_layers) if spec.per_layer else [None]
+        table = np.array(plan.layout.stages.table)
+        for layer in layers:
+            place = () if layer is None else tuple(np.argwhere(table == layer)[0])
+            array[(*place, *(slice(size) for size in spec.shape))] += 0.1 * rng.standard_normal(spec.shape)
         result[name] = jax.device_put(array, params[name].sharding)
     return result

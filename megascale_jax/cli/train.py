@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megascale_jax.config.checks import check_trainable
 from megascale_jax.config.load import load_experiment
 from megascale_jax.observe.progress import format_duration, format_rate
 from megascale_jax.observe.report import check_json_path, write_json
@@ -39,7 +38,6 @@ def train(
     """
     check_json_path(json)
     resolved = load_experiment(experiment, overrides or [])
-    check_trainable(resolved)
     # JAX is imported from here on, after everything that can be refused without it.
     from megascale_jax.comm.init import Processes, cache_folder, start
     from megascale_jax.config.layout import MeshShape

@@ -13,6 +13,7 @@ from megascale_jax.config.difference import Difference
 from megascale_jax.config.layout import MeshShape, round_up
 from megascale_jax.config.memory import GIB, state_bytes
 from megascale_jax.config.schema import Experiment
+from megascale_jax.config.stages import place_layers
 from megascale_jax.errors import ConfigError
 
 
@@ -26,15 +27,6 @@ def check(experiment: Experiment) -> None:
 
 RESUMABLE = ("train.steps", "train.gc_every", "train.evaluation", "train.checkpoint", "train.logging", "train.sample_prompt")
 """What may change between a run and its resumption; everything else decides the numbers or the shape of the state."""
-
-
-def check_trainable(experiment: Experiment) -> None:
-    """Raise ConfigError for what can be described and compiled for, but not yet trained by this version."""
-    if experiment.parallel.pipe > 1:
-        raise ConfigError(
-            f"parallel.pipe is {experiment.parallel.pipe}: this version runs one pipeline stage; set parallel.pipe=1 "
-            "parallel.virtual_stages=1 and use tensor and data"
-        )
 
 
 def difference_blocks_resume(differences: Iterable[Difference]) -> list[Difference]:
@@ -95,12 +87,28 @@ def _batch(experiment: Experiment) -> Iterator[str]:
 
 
 def _pipeline(experiment: Experiment) -> Iterator[str]:
-    parallel = experiment.parallel
-    if parallel.pipe == 1 and parallel.virtual_stages > 1:
-        yield f"parallel.virtual_stages {parallel.virtual_stages} needs parallel.pipe > 1; set parallel.virtual_stages=1"
+    model, parallel = experiment.model, experiment.parallel
+    if parallel.pipe == 1:
+        if parallel.virtual_stages > 1:
+            yield f"parallel.virtual_stages {parallel.virtual_stages} needs parallel.pipe > 1; set parallel.virtual_stages=1"
+        if parallel.layers is not None:
+            yield "parallel.layers needs parallel.pipe > 1; leave it out"
+        if parallel.remat == "selective":
+            yield "parallel.remat selective needs parallel.pipe > 1; set parallel.remat=none or parallel.remat=full"
         return
-    stages = [parallel.pipe, parallel.virtual_stages]
-    yield from _divides("model.num_layers", experiment.model.num_layers, "parallel.pipe * parallel.virtual_stages", stages)
+    most = model.num_layers // parallel.pipe
+    if parallel.virtual_stages > max(most, 1):
+        yield (
+            f"parallel.virtual_stages {parallel.virtual_stages} exceeds the {most} layers of a stage "
+            f"(model.num_layers {model.num_layers} over parallel.pipe {parallel.pipe}); set parallel.virtual_stages={max(most, 1)} or less"
+        )
+        return
+    try:
+        place_layers(model.num_layers, parallel.pipe, parallel.virtual_stages, parallel.layers).windows(model.windows)
+    except ConfigError as error:
+        yield str(error)
+    if parallel.tensor > 1:
+        yield from _divides("model.sequence_length", model.sequence_length, "2 * parallel.tensor", [2, parallel.tensor])
 
 
 def _node(experiment: Experiment) -> Iterator[str]:

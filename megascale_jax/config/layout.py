@@ -6,6 +6,7 @@ The step, the checkpoint, the simulator and the views read the same values, so t
 from dataclasses import dataclass
 
 from megascale_jax.config.schema import ModelConfig, ParallelConfig
+from megascale_jax.config.stages import Stages, place_layers
 
 
 def round_up(size: int, multiple: int) -> int:
@@ -36,25 +37,33 @@ class MeshShape:
 class Layout:
     """Where the layers and the padded dims of a model lie on a mesh.
 
-    Virtual stage ``chunk * pipe + stage`` holds layers ``[virtual * layers_per_chunk, ...)``.
+    Where layers lie is in ``stages``; ``chunk_windows`` is the window of every place in a chunk.
     """
 
     mesh: MeshShape
     virtual_stages: int
-    layers_per_chunk: int
+    stages: Stages
+    chunk_windows: tuple[int | None, ...]
     padded_vocab: int
     padded_embed: int
 
     @classmethod
     def of(cls, model: ModelConfig, parallel: ParallelConfig) -> "Layout":
-        """The layout of checked sections (``checks.py`` has refused layers that do not divide)."""
+        """The layout of checked sections (``checks.py`` has refused layers that cannot be placed)."""
+        stages = place_layers(model.num_layers, parallel.pipe, parallel.virtual_stages, parallel.layers)
         return cls(
             mesh=MeshShape(parallel.pipe, parallel.data, parallel.tensor),
             virtual_stages=parallel.virtual_stages,
-            layers_per_chunk=model.num_layers // (parallel.pipe * parallel.virtual_stages),
+            stages=stages,
+            chunk_windows=stages.windows(model.windows),
             padded_vocab=round_up(model.vocab_size, parallel.tensor * parallel.pipe),
             padded_embed=round_up(model.hidden_size, parallel.data),
         )
+
+    @property
+    def layers_per_chunk(self) -> int:
+        """Places for layers in a chunk."""
+        return self.stages.depth
 
     @property
     def stack_shape(self) -> tuple[int, int, int]:

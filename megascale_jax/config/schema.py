@@ -74,7 +74,15 @@ class ParallelConfig(Section):
     tensor: Positive = Field(default=1, description="tensor/sequence-parallel ranks of one replica's stage, inside one node")
     virtual_stages: Positive = Field(default=1, description="model chunks per pipeline stage (v), interleaved 1F1B")
     micro_batch_size: Positive = Field(default=1, description="rows of one micro-batch on one data-parallel rank")
-    remat: Literal["none", "full"] = Field(default="none", description="recompute block activations in the backward pass, or keep them")
+    layers: tuple[Positive, ...] | None = Field(
+        default=None, description="layers of each virtual stage (chunk * pipe + stage), in order; null: as many on each"
+    )
+    remat: Literal["none", "selective", "full"] = Field(
+        default="none", description="recompute nothing that is a GEMM in the backward pass, attention too, or whole chunks"
+    )
+    backward_delay: Literal[0, 1] = Field(
+        default=1, description="ticks between the last stage's forward and backward pass of a micro-batch; 1 keeps the two slots apart"
+    )
 
 
 class KernelConfig(Section):

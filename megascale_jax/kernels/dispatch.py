@@ -18,7 +18,7 @@ from megascale_jax.kernels.gelu import reference as reference_gelu
 from megascale_jax.kernels.loss import reference as reference_loss
 from megascale_jax.kernels.norm import reference as reference_norm
 
-_ATTENTION = {"reference": reference_attention.attention, "cudnn": cudnn_attention.attention}
+_ATTENTION = {"reference": reference_attention, "cudnn": cudnn_attention}
 _ATTENTION_PLATFORMS = {"reference": ("cpu", "gpu"), "cudnn": ("gpu",)}
 _ATTENTION_BEST = {"cpu": "reference", "gpu": "cudnn"}
 _NORM = {"layernorm": reference_norm.layernorm, "rmsnorm": reference_norm.rmsnorm}
@@ -30,9 +30,14 @@ class Operators:
     """The operators that a model is built with; signatures as in each ``kernels/*/reference.py``."""
 
     attention: Callable[..., jax.Array]
+    attention_forward: Callable[..., tuple[jax.Array, Any]]
+    attention_backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
     norm: Callable[..., jax.Array]
     activation: Callable[[jax.Array, jax.Array | None], jax.Array]
     cross_entropy: Callable[..., Any]
+    loss_statistics: Callable[..., jax.Array] = reference_loss.local_statistics
+    loss_join: Callable[..., tuple[jax.Array, jax.Array]] = reference_loss.join_statistics
+    loss_gradient: Callable[..., jax.Array] = reference_loss.logits_gradient
 
 
 def select(model: ModelConfig, system: SystemConfig) -> Operators:
@@ -48,4 +53,12 @@ def select(model: ModelConfig, system: SystemConfig) -> Operators:
             f"system.kernels.attention is {chosen}, which runs on {' and '.join(_ATTENTION_PLATFORMS[chosen])}, "
             f"but system.platform is {system.platform}; use auto or reference"
         )
-    return Operators(_ATTENTION[chosen], _NORM[model.norm], _ACTIVATION[model.activation], reference_loss.cross_entropy)
+    attention = _ATTENTION[chosen]
+    return Operators(
+        attention.attention,
+        attention.forward,
+        attention.backward,
+        _NORM[model.norm],
+        _ACTIVATION[model.activation],
+        reference_loss.cross_entropy,
+    )

@@ -1,6 +1,4 @@
-"""Rotary positions and the attention part of a block, between its input and its output GEMM."""
-
-from collections.abc import Callable
+"""Rotary positions, and the way from projections to heads and back."""
 
 import jax
 import jax.numpy as jnp
@@ -20,23 +18,17 @@ def rotate(x_BSHK: jax.Array, positions_BS: jax.Array, base: float) -> jax.Array
     return turned.reshape(x_BSHK.shape).astype(x_BSHK.dtype)
 
 
-def attend(
-    qkv: tuple[jax.Array, jax.Array, jax.Array],
-    positions_BS: jax.Array,
-    segment_ids_BS: jax.Array,
-    *,
-    attention: Callable[..., jax.Array],
-    head_dim: int,
-    window: int | None,
-    rotary_base: float | None,
-) -> jax.Array:
-    """Split heads, turn q and k when ``rotary_base`` is given, attend; ``[B, S, H * K]`` of this rank's heads.
-
-    ``qkv`` are the projections of this rank: ``[B, S, H K]``, ``[B, S, G K]``, ``[B, S, G K]``.
-    """
+def split_heads(
+    qkv: tuple[jax.Array, jax.Array, jax.Array], positions_BS: jax.Array, *, head_dim: int, rotary_base: float | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Projections of this rank, ``[B, S, H K]`` and twice ``[B, S, G K]``, as heads; q and k turned when ``rotary_base`` is given."""
     q_BSHK, k_BSGK, v_BSGK = (x.reshape(*x.shape[:2], -1, head_dim) for x in qkv)
     if rotary_base is not None:
         q_BSHK = rotate(q_BSHK, positions_BS, rotary_base)
         k_BSGK = rotate(k_BSGK, positions_BS, rotary_base)
-    out_BSHK = attention(q_BSHK, k_BSGK, v_BSGK, segment_ids_BS, window=window)
+    return q_BSHK, k_BSGK, v_BSGK
+
+
+def merge_heads(out_BSHK: jax.Array) -> jax.Array:
+    """``[B, S, H K]``."""
     return out_BSHK.reshape(*out_BSHK.shape[:2], -1)

@@ -29,6 +29,10 @@ class Communication(Protocol):
         """Multiply by the transpose, add up over the group, keep this rank's part of the sequence: ``[B, s, D]``."""
         ...
 
+    def gather(self, x_BsD: jax.Array) -> jax.Array:
+        """The whole sequence."""
+        ...
+
     def reduce_scatter(self, x_BSD: jax.Array) -> jax.Array:
         """Add up over the ranks that split the vocabulary, keep this rank's part of the sequence."""
         ...
@@ -58,6 +62,10 @@ class OneDevice:
     def matmul_reduce_scatter(self, y_BSF: jax.Array, w_DF: jax.Array) -> jax.Array:
         """``y @ w.T``."""
         return jnp.einsum("bsf,df->bsd", y_BSF, w_DF)
+
+    def gather(self, x_BsD: jax.Array) -> jax.Array:
+        """The input."""
+        return x_BsD
 
     def reduce_scatter(self, x_BSD: jax.Array) -> jax.Array:
         """The input."""

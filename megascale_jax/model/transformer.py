@@ -17,7 +17,8 @@ from flax import nnx
 
 from megascale_jax.config.schema import ModelConfig
 from megascale_jax.kernels.dispatch import Operators
-from megascale_jax.model.block import BLOCKS, Rows, dropout
+from megascale_jax.model.block import BLOCKS
+from megascale_jax.model.branch import Rows, dropout
 from megascale_jax.model.communication import Communication, OneDevice
 from megascale_jax.model.parameters import end_groups, parameter_specs
 
@@ -49,11 +50,17 @@ class Transformer:
 
     def embed(self, ends: Weights, tokens_BS: jax.Array, positions_BS: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """Token (and learned position) embeddings of this rank's part of the sequence, ``[B, s, D]``."""
+        return self.embed_finish(ends, self.communication.reduce_scatter(self.embed_local(ends, tokens_BS)), positions_BS, key)
+
+    def embed_local(self, ends: Weights, tokens_BS: jax.Array) -> jax.Array:
+        """Rows of this rank's part of the vocabulary, ``[B, S, D]``; zero for tokens of other ranks."""
         table_VD = ends["embedding"]
         local_BS = tokens_BS - self.communication.vocab_offset(table_VD.shape[0])
         here_BS = (local_BS >= 0) & (local_BS < table_VD.shape[0])
-        rows_BSD = jnp.where(here_BS[..., None], table_VD[jnp.where(here_BS, local_BS, 0)], 0)
-        x_BsD = self.communication.reduce_scatter(rows_BSD)
+        return jnp.where(here_BS[..., None], table_VD[jnp.where(here_BS, local_BS, 0)], 0)
+
+    def embed_finish(self, ends: Weights, x_BsD: jax.Array, positions_BS: jax.Array, key: jax.Array | None) -> jax.Array:
+        """Learned positions and dropout on the embedded tokens."""
         if self.model.position == "learned":
             x_BsD = x_BsD + ends["position"][self.communication.local_sequence(positions_BS)]
         return dropout(x_BsD, self.model.dropout, key)
@@ -79,11 +86,14 @@ class Transformer:
 
     def logits(self, ends: Weights, x_BsD: jax.Array) -> jax.Array:
         """Final norm and head: logits of this rank's vocabulary columns for the whole sequence, ``[B, S, V]``."""
+        head_VD = ends["embedding" if self.model.tied_head else "head"]
+        return self.communication.all_gather_logits(self.final_norm(ends, x_BsD), head_VD)
+
+    def final_norm(self, ends: Weights, x_BsD: jax.Array) -> jax.Array:
+        """The norm before the head."""
         vectors = ends["final_vectors"]
         scale, *bias = (vectors[:, index] for index in range(len(self.final_names)))
-        h_BsD = self.operators.norm(x_BsD, scale, bias[0] if bias else None, epsilon=self.model.norm_epsilon)
-        head_VD = ends["embedding" if self.model.tied_head else "head"]
-        return self.communication.all_gather_logits(h_BsD, head_VD)
+        return self.operators.norm(x_BsD, scale, bias[0] if bias else None, epsilon=self.model.norm_epsilon)
 
     def loss(self, ends: Weights, x_BsD: jax.Array, targets_BS: jax.Array) -> jax.Array:
         """Sum of the negative log-likelihoods of the valid targets, nats, fp32; equal on all ranks of the group."""

@@ -21,13 +21,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from megascale_jax import axes
-from megascale_jax.config.checks import check_trainable
 from megascale_jax.config.layout import Layout
 from megascale_jax.config.schema import Experiment
+from megascale_jax.config.stages import EMPTY
 from megascale_jax.kernels.dispatch import select
 from megascale_jax.model.transformer import Transformer
 from megascale_jax.parallel.mesh import make_mesh
-from megascale_jax.parallel.pipeline.executor import OneStage
+from megascale_jax.parallel.pipeline.executor import Executor, OneStage, Pipeline
 from megascale_jax.parallel.tensor import TensorParallel
 from megascale_jax.parallel.zero import ZeroSharding
 
@@ -45,7 +45,7 @@ class Plan:
     layout: Layout
     mesh: Mesh
     zero: ZeroSharding
-    executor: OneStage
+    executor: Executor
 
     def sharding(self, partition: PartitionSpec) -> NamedSharding:
         """A partition on this plan's mesh."""
@@ -90,22 +90,28 @@ class Plan:
         for name, value in tree.items():
             spec = self.zero.specs[name]
             if spec.per_layer:
-                value = value.swapaxes(0, 1).reshape(self.experiment.model.num_layers, *value.shape[3:])
+                value = value.reshape(-1, *value.shape[3:])[self._places]
             value = jax.lax.slice(value, (0,) * value.ndim, self.logical_shape(name))
             result[name] = jax.lax.with_sharding_constraint(value, self.sharding(self.logical_partition(name)))
         return result
 
     def from_logical(self, tree: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """The inverse of `to_logical`; pads are zero."""
-        stages, chunks, depth = self.layout.stack_shape
         result = {}
         for name, value in tree.items():
             array = self.zero.arrays[name]
             if self.zero.specs[name].per_layer:
-                value = value.reshape(chunks, stages, depth, *value.shape[1:]).swapaxes(0, 1)
+                stacked = jnp.zeros((math.prod(self.layout.stack_shape), *value.shape[1:]), value.dtype).at[self._places].set(value)
+                value = stacked.reshape(*self.layout.stack_shape, *value.shape[1:])
             padding = [(0, whole - size) for size, whole in zip(value.shape, array.shape, strict=True)]
             result[name] = jax.lax.with_sharding_constraint(jnp.pad(value, padding), self.sharding(array.partition))
         return result
+
+    @property
+    def _places(self) -> np.ndarray:
+        """Of every layer, in order, its place in the flattened ``[stage, chunk, layer]``."""
+        table = np.array(self.layout.stages.table).ravel()
+        return np.argsort(table, kind="stable")[np.count_nonzero(table == EMPTY) :]
 
     @property
     def data_indices(self) -> tuple[int, ...]:
@@ -117,15 +123,15 @@ class Plan:
 def make_plan(experiment: Experiment, devices: Sequence[Any]) -> Plan:
     """The plan of a checked experiment on ``devices``.
 
-    Raises ConfigError when the mesh needs more devices, an operator cannot run on the target, or ``pipe`` exceeds 1.
+    Raises ConfigError when the mesh needs more devices or an operator cannot run on the target.
     """
     model, parallel = experiment.model, experiment.parallel
-    check_trainable(experiment)
     layout = Layout.of(model, parallel)
     mesh = make_mesh(layout.mesh, devices)
     zero = ZeroSharding(model, layout, jnp.dtype(experiment.train.compute_dtype))
     transformer = Transformer(model, select(model, experiment.system), TensorParallel(), zero.columns, remat=parallel.remat == "full")
-    return Plan(experiment, layout, mesh, zero, OneStage(transformer))
+    executor = OneStage(transformer) if parallel.pipe == 1 else Pipeline(transformer, layout, parallel)
+    return Plan(experiment, layout, mesh, zero, executor)
 
 
 def _stable_number(name: str) -> int:

@@ -85,6 +85,7 @@ class TensorParallel:
     all_gather_matmul = staticmethod(all_gather_matmul)
     all_gather_logits = staticmethod(all_gather_logits)
     matmul_reduce_scatter = staticmethod(matmul_reduce_scatter)
+    gather = staticmethod(_gather)
     reduce_scatter = staticmethod(_scatter)
 
     def local_sequence(self, x_BS: jax.Array) -> jax.Array:

@@ -83,7 +83,7 @@ def make_steps(experiment: Experiment, plan: Plan) -> Steps:
 
     def evaluate(params: dict[str, jax.Array], batch: Batch) -> tuple[jax.Array, jax.Array]:
         weights = plan.zero.gather(params)
-        nats = jax.lax.map(lambda micro_batch: plan.executor.loss(weights, micro_batch), dict(batch)).sum()
+        nats = plan.executor.loss(weights, batch)
         return jax.lax.psum((nats, (batch["targets"] >= 0).sum()), axes.DATA)
 
     partitions, replicated = state_partitions(plan, optimizer), PartitionSpec()

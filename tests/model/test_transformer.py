@@ -7,7 +7,7 @@ import pytest
 
 from megascale_jax.kernels.dispatch import select
 from megascale_jax.model.attention import rotate
-from megascale_jax.model.block import Rows, dropout
+from megascale_jax.model.branch import Rows, dropout
 from megascale_jax.model.parameters import fused_groups, parameter_specs
 from megascale_jax.model.transformer import Transformer
 from tests.build import experiment

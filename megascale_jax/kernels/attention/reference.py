@@ -28,13 +28,62 @@ def attention(q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segment_i
     Shapes: q ``[B, S, H, K]``; k, v ``[B, T, G, K]`` with T = S and H a multiple of G; segment ids int32 ``[B, S]``.
     Builds the ``S x T`` scores; meant for CPU runs and as the reference.
     """
-    B, S, H, K = q_BSHK.shape
-    G = k_BTGK.shape[2]
-    # N: the queries of one group, its H / G heads of each position side by side
-    q_BNGK = q_BSHK.reshape(B, S, G, H // G, K).swapaxes(2, 3).reshape(B, -1, G, K)
-    seen_BNT = jnp.repeat(visible_keys(segment_ids_BS, window), H // G, axis=1)
-    out_BNGK = _attend(q_BNGK, k_BTGK, v_BTGK, seen_BNT)
-    return out_BNGK.reshape(B, S, H // G, G, K).swapaxes(2, 3).reshape(B, S, H, K)
+    heads = q_BSHK.shape[2]
+    return _ungroup(_attend(*_operands(q_BSHK, k_BTGK, v_BTGK, segment_ids_BS, window)), heads)
+
+
+def forward(
+    q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segment_ids_BS: jax.Array, *, window: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """`attention` and the log-sum-exp of every query's scores, fp32 ``[B, S, H]``: all that `backward` needs besides its inputs."""
+    operands = _operands(q_BSHK, k_BTGK, v_BTGK, segment_ids_BS, window)
+    scores_BGNT = _scores(*operands)
+    lse_BGN = jax.nn.logsumexp(scores_BGNT, axis=-1)
+    weights_BGNT = jnp.exp(scores_BGNT - lse_BGN[..., None]).astype(v_BTGK.dtype)
+    out_BNGK = jnp.einsum("bgnt,btgk->bngk", weights_BGNT, v_BTGK)
+    heads = q_BSHK.shape[2]
+    return _ungroup(out_BNGK, heads), _ungroup(lse_BGN.swapaxes(1, 2)[..., None], heads)[..., 0]
+
+
+def backward(
+    q_BSHK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTGK: jax.Array,
+    segment_ids_BS: jax.Array,
+    out_BSHK: jax.Array,
+    lse_BSH: jax.Array,
+    d_out_BSHK: jax.Array,
+    *,
+    window: int | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of q, k and v from the output and the log-sum-exp that `forward` gave."""
+    heads, groups = q_BSHK.shape[2], k_BTGK.shape[2]
+    operands = _operands(q_BSHK, k_BTGK, v_BTGK, segment_ids_BS, window)
+    lse_BGN = _group(lse_BSH[..., None], groups)[..., 0].swapaxes(1, 2)
+    weights_BGNT = jnp.exp(_scores(*operands) - lse_BGN[..., None]).astype(v_BTGK.dtype)
+    d_q_BNGK, d_k_BTGK, d_v_BTGK, _ = _backward((*operands[:3], weights_BGNT, _group(out_BSHK, groups)), _group(d_out_BSHK, groups))
+    return _ungroup(d_q_BNGK, heads), d_k_BTGK, d_v_BTGK
+
+
+def _group(x_BSHK: jax.Array, groups: int) -> jax.Array:
+    """``[B, N, G, K]``; N: the queries of one group, its H / G heads of each position side by side."""
+    B, S, H, K = x_BSHK.shape
+    return x_BSHK.reshape(B, S, groups, H // groups, K).swapaxes(2, 3).reshape(B, -1, groups, K)
+
+
+def _ungroup(x_BNGK: jax.Array, heads: int) -> jax.Array:
+    B, N, G, K = x_BNGK.shape
+    return x_BNGK.reshape(B, N * G // heads, heads // G, G, K).swapaxes(2, 3).reshape(B, -1, heads, K)
+
+
+def _operands(q_BSHK, k_BTGK, v_BTGK, segment_ids_BS, window):
+    H, G = q_BSHK.shape[2], k_BTGK.shape[2]
+    return _group(q_BSHK, G), k_BTGK, v_BTGK, jnp.repeat(visible_keys(segment_ids_BS, window), H // G, axis=1)
+
+
+def _scores(q_BNGK, k_BTGK, _, seen_BNT):
+    scores_BGNT = jnp.einsum("bngk,btgk->bgnt", q_BNGK, k_BTGK, preferred_element_type=jnp.float32) * q_BNGK.shape[-1] ** -0.5
+    return jnp.where(seen_BNT[:, None], scores_BGNT, jnp.finfo(jnp.float32).min)
 
 
 @jax.custom_vjp
@@ -43,9 +92,7 @@ def _attend(q_BNGK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, seen_BNT: j
 
 
 def _forward(q_BNGK, k_BTGK, v_BTGK, seen_BNT):
-    scores_BGNT = jnp.einsum("bngk,btgk->bgnt", q_BNGK, k_BTGK, preferred_element_type=jnp.float32) * q_BNGK.shape[-1] ** -0.5
-    scores_BGNT = jnp.where(seen_BNT[:, None], scores_BGNT, jnp.finfo(jnp.float32).min)
-    weights_BGNT = jax.nn.softmax(scores_BGNT, axis=-1).astype(v_BTGK.dtype)
+    weights_BGNT = jax.nn.softmax(_scores(q_BNGK, k_BTGK, v_BTGK, seen_BNT), axis=-1).astype(v_BTGK.dtype)
     out_BNGK = jnp.einsum("bgnt,btgk->bngk", weights_BGNT, v_BTGK)
     return out_BNGK, (q_BNGK, k_BTGK, v_BTGK, weights_BGNT, out_BNGK)
 

@@ -1,0 +1,216 @@
+"""One residual branch, ``x + f(norm(x))``, cut into the segments that a pipeline tick schedules.
+
+A parallel block is one branch, a serial block two; all have the same form, so both blocks and every executor are built
+from it. Segments are pure functions of this rank's fused weights (`fused_groups`) and know no mesh:
+
+    n = norm(x)                      [B, s, D]     this rank's part of the sequence
+    y = gathered(n) @ w_in + b_in    [B, S, F]     a GEMM after a gather: `project_in`
+    z = middle(y)                    [B, S, G]     attention and nonlinearity
+    o = z @ w_out.T                  [B, S, D]     a GEMM before a reduce-scatter: `project_out`
+    x + dropout(o + biases)          [B, s, D]     `finish`
+
+`apply` runs them in order, to be differentiated by JAX; the methods that end in ``_backward`` are the same derivative
+cut at the same places, and need only ``x``, ``y`` and what attention saved.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+
+from megascale_jax.config.schema import ModelConfig
+from megascale_jax.kernels.dispatch import Operators
+from megascale_jax.model.attention import merge_heads, split_heads
+from megascale_jax.model.communication import Communication
+from megascale_jax.model.parameters import FusedGroup, fused_groups
+
+Weights = Mapping[str, jax.Array]
+"""One layer's fused operands by group name."""
+Saved = tuple[jax.Array, ...]
+"""What attention keeps for its backward pass: its output and the log-sum-exp; nothing in a branch without attention."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rows:
+    """What a branch needs to know of the rows in flight, besides their activations."""
+
+    positions_BS: jax.Array
+    segment_ids_BS: jax.Array
+
+
+@dataclass(frozen=True)
+class Branch:
+    """``columns``: this rank's width of every layer parameter; ``names`` the groups that this branch reads."""
+
+    model: ModelConfig
+    columns: Mapping[str, int] = field(hash=False)
+    operators: Operators
+    window: int | None
+    norm_prefix: str
+    w_in: str
+    w_out: str
+    out_biases: tuple[str, ...]
+
+    @cached_property
+    def groups(self) -> dict[str, FusedGroup]:
+        """The model's fused groups by name."""
+        return {group.name: group for group in fused_groups(self.model)}
+
+    @property
+    def b_in(self) -> str | None:
+        """Group of the input projection's biases, if any."""
+        name = self.w_in.replace("w_", "b_")
+        return name if name in self.groups else None
+
+    @property
+    def attends(self) -> bool:
+        """Whether attention is in this branch."""
+        return "q" in self.groups[self.w_in].members
+
+    @property
+    def activates(self) -> bool:
+        """Whether the feed-forward layer is in this branch."""
+        return "up" in self.groups[self.w_in].members
+
+    def apply(self, weights: Weights, x_BsD: jax.Array, rows: Rows, communication: Communication, key: jax.Array | None) -> jax.Array:
+        """The whole branch; ``key`` draws the dropout, ``None``: no dropout."""
+        y_BSF = self.add_bias_in(weights, communication.all_gather_matmul(self.norm(weights, x_BsD), weights[self.w_in]))
+        o_BsD = communication.matmul_reduce_scatter(self.middle(y_BSF, rows), weights[self.w_out])
+        return self.finish(weights, x_BsD, o_BsD, key)
+
+    def norm(self, weights: Weights, x_BsD: jax.Array) -> jax.Array:
+        """The branch's own norm."""
+        scale, bias = (self._vector(weights, f"{self.norm_prefix}norm_{part}") for part in ("scale", "bias"))
+        return self.operators.norm(x_BsD, scale, bias, epsilon=self.model.norm_epsilon)
+
+    def project_in(self, weights: Weights, n_BSD: jax.Array) -> jax.Array:
+        """Input GEMM of the gathered norm: ``y``."""
+        return self.add_bias_in(weights, jnp.einsum("bsd,df->bsf", n_BSD, weights[self.w_in]))
+
+    def add_bias_in(self, weights: Weights, y_BSF: jax.Array) -> jax.Array:
+        """``y`` with the input biases, which are laid in the order of the projections they belong to."""
+        if self.b_in is None:
+            return y_BSF
+        parts = dict(zip(self.groups[self.b_in].members, self._cut(weights[self.b_in], self.groups[self.b_in]), strict=True))
+        members = self.groups[self.w_in].members
+        whole = [parts.get(f"{name}_bias", jnp.zeros(self.columns[name], y_BSF.dtype)) for name in members]
+        return y_BSF + jnp.concatenate(whole).astype(y_BSF.dtype)
+
+    def middle(self, y_BSF: jax.Array, rows: Rows) -> jax.Array:
+        """Attention and nonlinearity, side by side: the input of the output GEMM."""
+        parts = self._split(y_BSF)
+        results = []
+        if self.attends:
+            q, k, v = self._heads(parts["q"], parts["k"], parts["v"], rows)
+            results.append(merge_heads(self.operators.attention(q, k, v, rows.segment_ids_BS, window=self.window)))
+        if self.activates:
+            results.append(self.operators.activation(parts["up"], parts.get("gate")))
+        return jnp.concatenate(results, -1)
+
+    def middle_forward(self, y_BSF: jax.Array, rows: Rows) -> tuple[jax.Array, Saved]:
+        """`middle`, and what its backward pass needs besides ``y``."""
+        parts = self._split(y_BSF)
+        results, saved = [], ()
+        if self.attends:
+            q, k, v = self._heads(parts["q"], parts["k"], parts["v"], rows)
+            out, lse = self.operators.attention_forward(q, k, v, rows.segment_ids_BS, window=self.window)
+            saved = (merge_heads(out), lse)
+            results.append(saved[0])
+        if self.activates:
+            results.append(self.operators.activation(parts["up"], parts.get("gate")))
+        return jnp.concatenate(results, -1), saved
+
+    def middle_backward(self, y_BSF: jax.Array, saved: Saved, dz_BSG: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
+        """``(dy, z)``: the gradient of ``y``, and ``z`` once more for the weight gradient of the output GEMM."""
+        parts = self._split(y_BSF)
+        gradients: dict[str, jax.Array] = {}
+        results = []
+        d_attention, d_activation = self._cut_middle(dz_BSG)
+        if self.attends:
+            (q, k, v), pull = jax.vjp(lambda *qkv: self._heads(*qkv, rows), parts["q"], parts["k"], parts["v"])
+            out, lse = saved
+            shape = (*out.shape[:2], -1, self.model.head_dim)
+            d_qkv = self.operators.attention_backward(
+                q, k, v, rows.segment_ids_BS, out.reshape(shape), lse, d_attention.reshape(shape), window=self.window
+            )
+            gradients |= dict(zip("qkv", pull(d_qkv), strict=True))
+            results.append(out)
+        if self.activates:
+            names = [name for name in ("up", "gate") if name in parts]
+            activated, pull = jax.vjp(
+                lambda *values: self.operators.activation(values[0], values[1] if len(values) > 1 else None), *(parts[n] for n in names)
+            )
+            gradients |= dict(zip(names, pull(d_activation), strict=True))
+            results.append(activated)
+        dy_BSF = jnp.concatenate([gradients[name] for name in self.groups[self.w_in].members], -1)
+        return dy_BSF, jnp.concatenate(results, -1)
+
+    def project_out(self, weights: Weights, z_BSG: jax.Array) -> jax.Array:
+        """Output GEMM: this rank's summand of ``o``."""
+        return jnp.einsum("bsg,dg->bsd", z_BSG, weights[self.w_out])
+
+    def finish(self, weights: Weights, x_BsD: jax.Array, o_BsD: jax.Array, key: jax.Array | None) -> jax.Array:
+        """``x + dropout(o + biases)``."""
+        for name in self.out_biases:
+            if (bias := self._vector(weights, name)) is not None:
+                o_BsD = o_BsD + bias.astype(o_BsD.dtype)
+        return x_BsD + dropout(o_BsD, self.model.dropout, key)
+
+    def weight_out_gradient(self, g_BSD: jax.Array, z_BSG: jax.Array) -> jax.Array:
+        """Gradient of ``w_out``, fp32 ``[D, G]``."""
+        return jnp.einsum("bsd,bsg->dg", g_BSD, z_BSG, preferred_element_type=jnp.float32)
+
+    def weight_in_gradient(self, n_BSD: jax.Array, dy_BSF: jax.Array) -> jax.Array:
+        """Gradient of ``w_in``, fp32 ``[D, F]``."""
+        return jnp.einsum("bsd,bsf->df", n_BSD, dy_BSF, preferred_element_type=jnp.float32)
+
+    def bias_in_gradient(self, dy_BSF: jax.Array) -> jax.Array | None:
+        """Gradient of the input biases, fp32, in their own order; ``None`` without biases."""
+        if self.b_in is None:
+            return None
+        sums = dict(zip(self.groups[self.w_in].members, self._split_vector(dy_BSF.astype(jnp.float32).sum((0, 1))), strict=True))
+        return jnp.concatenate([sums[name.removesuffix("_bias")] for name in self.groups[self.b_in].members])
+
+    def _heads(self, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
+        base = self.model.rotary_base if self.model.position == "rotary" else None
+        return split_heads((q, k, v), rows.positions_BS, head_dim=self.model.head_dim, rotary_base=base)
+
+    def _split(self, y_BSF: jax.Array) -> dict[str, jax.Array]:
+        return dict(zip(self.groups[self.w_in].members, self._cut(y_BSF, self.groups[self.w_in]), strict=True))
+
+    def _split_vector(self, sums_F: jax.Array) -> list[jax.Array]:
+        return self._cut(sums_F, self.groups[self.w_in])
+
+    def _cut(self, value: jax.Array, group: FusedGroup) -> list[jax.Array]:
+        # not slices: their gradients are padded and added up, those of a split are laid side by side
+        return jax.lax.split(value, [self.columns[member] for member in group.members], axis=value.ndim - 1)
+
+    def _cut_middle(self, dz_BSG: jax.Array) -> tuple[jax.Array, jax.Array]:
+        width = self.columns["q"] if self.attends else 0
+        return dz_BSG[..., :width], dz_BSG[..., width:]
+
+    def _vector(self, weights: Weights, name: str) -> jax.Array | None:
+        members = self.groups["vectors"].members
+        return weights["vectors"][:, members.index(name)] if name in members else None
+
+
+_BRANCHES = {
+    "parallel": (("", "w_in", "w_out", ("o_bias", "down_bias")),),
+    "serial": (("", "w_qkv", "w_o", ("o_bias",)), ("mlp_", "w_mlp", "w_down", ("down_bias",))),
+}
+"""Per kind of block, its branches in order: prefix of the norm, input and output group, output biases."""
+
+
+def branches_of(model: ModelConfig, columns: Mapping[str, int], operators: Operators, window: int | None) -> tuple[Branch, ...]:
+    """The branches of one layer of the model's kind of block."""
+    return tuple(Branch(model, columns, operators, window, *parts) for parts in _BRANCHES[model.block])
+
+
+def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Zero a share ``rate`` of the elements and scale the rest by ``1 / (1 - rate)``; the input when ``key`` is ``None``."""
+    if key is None or rate == 0.0:
+        return x
+    return jnp.where(jax.random.bernoulli(key, 1.0 - rate, x.shape), x / (1.0 - rate), 0).astype(x.dtype)

@@ -1,0 +1,62 @@
+"""Runs a tick plan: turns its phases into barriers.
+
+A phase's operations read values that passed one barrier together, and their results leave through another; a token
+through all of them keeps the phases in order even where no value connects two of them. XLA's scheduler may then
+choose nothing but where inside a phase a transfer starts and ends. Element-wise glue runs outside, when something needs
+its result. Weights and accumulators never pass a barrier: operations take them from the tick they are bound to.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from megascale_jax.parallel.pipeline.operations import Operation
+from megascale_jax.parallel.pipeline.phases import TickPlan
+
+Execute = Callable[[Operation, tuple[Any, ...]], tuple[Any, ...]]
+"""An operation of the values it reads, giving those it writes."""
+
+
+def run_phases(plan: TickPlan, execute: Execute, values: Mapping[str, Any], outputs: Iterable[str]) -> dict[str, Any]:
+    """Run a tick's operations on ``values``; the ``outputs``, by name."""
+    known = dict(values)
+    writers = {value: operation for operation in plan.operations for value in operation.writes}
+    sinks = [operation for operation in plan.operations if operation.kind == "glue" and not operation.writes]
+    heavy = {value for operation in plan.operations if operation.kind != "glue" for value in operation.writes}
+    token = jnp.zeros((), jnp.int32)
+
+    def reachable(value: str) -> bool:
+        if value in known:
+            return True
+        return value not in heavy and all(map(reachable, writers[value].reads))
+
+    def value_of(name: str) -> Any:
+        if name not in known:
+            run(writers[name])
+        return known[name]
+
+    def run(operation: Operation) -> None:
+        results = execute(operation, tuple(value_of(name) for name in operation.reads))
+        known.update(zip(operation.writes, results, strict=True))
+
+    def run_sinks() -> None:
+        for operation in [sink for sink in sinks if all(map(reachable, sink.reads))]:
+            run(operation)
+            sinks.remove(operation)
+
+    run_sinks()
+    for phase in plan.phases:
+        chosen = [plan.by_name[name] for name in phase.names]
+        read = {name: value_of(name) for operation in chosen for name in operation.reads}
+        token, read = jax.lax.optimization_barrier((token, read))
+        written: dict[str, Any] = {}
+        for operation in chosen:
+            results = execute(operation, tuple(read[name] for name in operation.reads))
+            written.update(zip(operation.writes, results, strict=True))
+        token, written = jax.lax.optimization_barrier((token, written))
+        known.update(written)
+        run_sinks()
+    assert not sinks, f"never ran: {[operation.name for operation in sinks]}"
+    return {name: value_of(name) for name in outputs}

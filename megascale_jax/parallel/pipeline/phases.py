@@ -1,0 +1,144 @@
+"""The order of a tick: phases that pair compute with communication, planned from its operations. No JAX.
+
+A *phase* is at most one compute and at most one collective per link, which run at the same time; the executor puts a
+barrier on both sides, so this list is the order on the device and the reader's overlap plan.
+
+The rule: walk forward in phases. Of what is ready (all it reads comes from earlier phases, with glue in between), take the
+compute with the longest chain of work behind it, and per mesh axis the collective with the longest chain behind it; equal
+chains go by the order of the table. Weight gradients have nothing behind them, so they fill the phases in which a chain
+waits for a message. An axis of size 1 has no link: its collectives are glue. Another model (serial blocks, no tensor axis,
+full recomputation) is another table, not another planner.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megascale_jax.parallel.pipeline.operations import Operation
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Names of the operations between two barriers."""
+
+    compute: str | None
+    collectives: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Collectives first: their starts come before the kernel."""
+        return (*self.collectives, *((self.compute,) if self.compute else ()))
+
+
+@dataclass(frozen=True)
+class TickPlan:
+    """A tick's operations and its phases, in order."""
+
+    operations: tuple[Operation, ...]
+    phases: tuple[Phase, ...]
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Operation]:
+        """Operations by name."""
+        return {operation.name: operation for operation in self.operations}
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        """Values that the tick starts with."""
+        written = {value for operation in self.operations for value in operation.writes}
+        return frozenset(value for operation in self.operations for value in operation.reads) - written
+
+    @property
+    def bare(self) -> tuple[str, ...]:
+        """Collectives in a phase without compute: their time is exposed."""
+        return tuple(name for phase in self.phases if phase.compute is None for name in phase.collectives)
+
+    def table(self) -> str:
+        """The phases as text, ``compute | collectives`` a line."""
+        width = max((len(phase.compute or "-") for phase in self.phases), default=1)
+        return "\n".join(f"{phase.compute or '-':{width}} | {', '.join(phase.collectives) or '-'}" for phase in self.phases)
+
+
+def plan_phases(operations: Iterable[Operation], axis_sizes: Mapping[str, int]) -> TickPlan:
+    """Order the operations of a tick by the rule above. Raises AssertionError for operations that wait for each other."""
+    table = tuple(_without_link(operation, axis_sizes) for operation in operations)
+    depth = _depths(table)
+    available = set(TickPlan(table, ()).inputs)
+    waiting = [operation for operation in table if operation.kind != "glue"]
+    phases: list[Phase] = []
+    available |= _glued(table, available)
+    while waiting:
+        ready = sorted((o for o in waiting if available.issuperset(o.reads)), key=lambda o: -depth[o.name])
+        assert ready, f"operations wait for each other: {[operation.name for operation in waiting]}"
+        compute = next((o for o in ready if o.kind == "compute"), None)
+        by_axis: dict[str | None, Operation] = {}
+        for operation in ready:
+            if operation.kind == "collective":
+                by_axis.setdefault(operation.axis, operation)
+        chosen = [*by_axis.values(), *([compute] if compute else [])]
+        phases.append(Phase(compute.name if compute else None, tuple(o.name for o in by_axis.values())))
+        waiting = [operation for operation in waiting if operation not in chosen]
+        available |= {value for operation in chosen for value in operation.writes}
+        available |= _glued(table, available)
+    return TickPlan(table, tuple(phases))
+
+
+def validate_phases(plan: TickPlan) -> None:
+    """Prove a plan, whoever made it: every operation once, nothing before what it reads, one collective per link.
+
+    Raises AssertionError with the first fault.
+    """
+    writes = [value for operation in plan.operations for value in operation.writes]
+    assert len(set(writes)) == len(writes), f"written twice: {sorted({value for value in writes if writes.count(value) > 1})}"
+    planned = [name for phase in plan.phases for name in phase.names]
+    heavy = [operation.name for operation in plan.operations if operation.kind != "glue"]
+    assert sorted(planned) == sorted(heavy), f"planned {sorted(planned)}, expected {sorted(heavy)}"
+    available = set(plan.inputs)
+    available |= _glued(plan.operations, available)
+    for phase in plan.phases:
+        links = [plan.by_name[name].axis for name in phase.collectives]
+        assert len(set(links)) == len(links), f"two collectives on one link in {phase}"
+        for name in phase.names:
+            missing = set(plan.by_name[name].reads) - available
+            assert not missing, f"{name} runs before {sorted(missing)}"
+        available |= {value for name in phase.names for value in plan.by_name[name].writes}
+        available |= _glued(plan.operations, available)
+    unread = {value for operation in plan.operations for value in operation.reads} - available
+    assert not unread, f"never written: {sorted(unread)}"
+
+
+def _without_link(operation: Operation, axis_sizes: Mapping[str, int]) -> Operation:
+    if operation.axis is not None and axis_sizes[operation.axis] == 1:
+        return replace(operation, kind="glue")
+    return operation
+
+
+def _glued(table: Sequence[Operation], available: Collection[str]) -> set[str]:
+    """Values that glue makes of the available ones, directly or through other glue."""
+    known = set(available)
+    pending = [operation for operation in table if operation.kind == "glue"]
+    while True:
+        done = [operation for operation in pending if known.issuperset(operation.reads)]
+        if not done:
+            return known - set(available)
+        known |= {value for operation in done for value in operation.writes}
+        pending = [operation for operation in pending if operation not in done]
+
+
+def _depths(table: Sequence[Operation]) -> dict[str, int]:
+    """Heavy operations on the longest chain that starts with each operation, itself included."""
+    readers: dict[str, list[Operation]] = {}
+    for operation in table:
+        for value in operation.reads:
+            readers.setdefault(value, []).append(operation)
+    depths: dict[str, int] = {}
+
+    def depth(operation: Operation) -> int:
+        if operation.name not in depths:
+            after = [depth(reader) for value in operation.writes for reader in readers.get(value, ())]
+            depths[operation.name] = (operation.kind != "glue") + max(after, default=0)
+        return depths[operation.name]
+
+    for operation in table:
+        depth(operation)
+    return depths

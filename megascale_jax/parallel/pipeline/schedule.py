@@ -1,0 +1,342 @@
+"""Interleaved 1F1B as plain data: who runs which micro-batch in which tick, and where its residuals lie. No JAX.
+
+``p`` stages, ``v`` model chunks a stage, ``m`` micro-batches with ``m % p == 0``. Virtual stage ``c * p + s`` is chunk
+``c`` on stage ``s``. All stages go through the same ticks; a tick has a forward slot and a backward slot. A *unit* is
+one micro-batch through one chunk; unit ``u`` of a stage is micro-batch ``g * p + j`` and chunk ``c``, where
+``g, r = divmod(u, v * p)`` and ``c, j = divmod(r, p)`` (backward: chunk ``v - 1 - c``). In tick ``t`` stage ``s`` runs
+
+    forward  unit ``t - s``
+    backward unit ``t - (v * p - 1) - (p - 1 - s) - backward_delay``
+
+whatever lies outside ``[0, m * v)`` is an idle slot. A unit's input leaves its neighbour one tick before it is needed.
+Both passes take ``m * v + p - 1`` slots in all, which is the interleaved ideal: the bubble is ``(p - 1) / (v * m)``.
+
+With ``backward_delay`` 1 the last stage differentiates a micro-batch one tick after its forward pass, so that the two
+slots of a tick, and the head between them, never wait for each other; warm-up and cool-down are one tick longer, steady
+one shorter, and one more unit is in flight.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from megascale_jax.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One micro-batch in one chunk of a stage, and the slot that holds its residuals from forward to backward."""
+
+    micro_batch: int
+    chunk: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class TickKind:
+    """What a tick does on at least one stage, known without asking which.
+
+    ``embed``: the next micro-batch to enter is embedded; ``head``: the loss of a micro-batch is taken; ``embed_backward``:
+    the gradient of an embedded micro-batch, finished in the tick before, goes into the table. These three fall on the same
+    ``p`` of ``v * p`` ticks.
+    """
+
+    forward: bool
+    backward: bool
+    embed: bool = False
+    head: bool = False
+    embed_backward: bool = False
+
+    def union(self, other: "TickKind") -> "TickKind":
+        """What either does."""
+        flags = ("forward", "backward", "embed", "head", "embed_backward")
+        return TickKind(**{flag: getattr(self, flag) or getattr(other, flag) for flag in flags})
+
+    @property
+    def ends(self) -> bool:
+        """Whether the vocabulary has work."""
+        return self.embed or self.head or self.embed_backward
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive ticks of one kind."""
+
+    kind: TickKind
+    length: int
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Runs in order, all of them repeated."""
+
+    start: int
+    runs: tuple[Run, ...]
+    repeats: int
+
+    @property
+    def period(self) -> int:
+        """Ticks of one repetition."""
+        return sum(run.length for run in self.runs)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The schedule of one step. Raises ConfigError where it does not exist."""
+
+    pipe: int
+    virtual_stages: int
+    micro_batches: int
+    backward_delay: Literal[0, 1] = 0
+
+    def __post_init__(self) -> None:
+        p, m = self.pipe, self.micro_batches
+        if min(p, self.virtual_stages, m) < 1:
+            raise ConfigError(f"pipeline of {p} stages, {self.virtual_stages} chunks, {m} micro-batches; expected at least 1 of each")
+        if m % p:
+            near = ", ".join(str(n) for n in (m - m % p, m - m % p + p) if n > 0)
+            raise ConfigError(f"{m} micro-batches do not divide over {p} pipeline stages; nearest: {near}")
+
+    @property
+    def period(self) -> int:
+        """Ticks after which a stage runs the same chunk again, ``v * p``."""
+        return self.virtual_stages * self.pipe
+
+    @property
+    def units(self) -> int:
+        """Units of one pass on one stage, ``m * v``."""
+        return self.micro_batches * self.virtual_stages
+
+    @property
+    def warmup(self) -> int:
+        """Ticks with a forward slot only."""
+        return self.period - 1 + self.backward_delay
+
+    @property
+    def steady(self) -> int:
+        """Ticks with both slots."""
+        return self.units + self.pipe - 1 - self.warmup
+
+    @property
+    def ticks(self) -> int:
+        """Ticks of a step: warm-up, steady, cool-down (as long as the warm-up)."""
+        return 2 * self.warmup + self.steady
+
+    @property
+    def bubble(self) -> float:
+        """Idle slots of a stage over its busy ones, ``(p - 1) / (v * m)``."""
+        return (self.warmup + self.steady) / self.units - 1
+
+    def forward_unit(self, tick: int, stage: int) -> int | None:
+        """Number of the unit in the forward slot."""
+        return self._within(tick - stage)
+
+    def backward_unit(self, tick: int, stage: int) -> int | None:
+        """Number of the unit in the backward slot, in backward order."""
+        return self._within(tick - self.backward_offset + stage)
+
+    @property
+    def backward_offset(self) -> int:
+        """Tick of stage 0's first backward unit."""
+        return self.period + self.pipe - 2 + self.backward_delay
+
+    def decode(self, unit: int) -> tuple[int, int]:
+        """``(micro_batch, rank of the chunk in order of use)`` of a unit."""
+        group, rest = divmod(unit, self.period)
+        rank, index = divmod(rest, self.pipe)
+        return group * self.pipe + index, rank
+
+    def forward(self, tick: int, stage: int) -> Unit | None:
+        """What the forward slot runs."""
+        unit = self.forward_unit(tick, stage)
+        if unit is None:
+            return None
+        return Unit(*self.decode(unit), self.forward_slots[stage][unit])
+
+    def backward(self, tick: int, stage: int) -> Unit | None:
+        """What the backward slot runs."""
+        unit = self.backward_unit(tick, stage)
+        if unit is None:
+            return None
+        micro_batch, rank = self.decode(unit)
+        return Unit(micro_batch, self.virtual_stages - 1 - rank, self.backward_slots[stage][unit])
+
+    @property
+    def slots(self) -> int:
+        """Residual slots that every stage needs: the most that any of them fills, on stage 0."""
+        return 1 + max(max(row) for row in self.forward_slots)
+
+    @property
+    def slot_bound(self) -> int:
+        """Upper bound of `slots`: ``(v - 1) p + 2 (p - 1) + 1``, one more with the delay, and never more than the units."""
+        return min((self.virtual_stages - 1) * self.pipe + 2 * (self.pipe - 1) + 1 + self.backward_delay, self.units)
+
+    @property
+    def gpipe_slots(self) -> int:
+        """Residual slots of GPipe, all forward passes first: every unit."""
+        return self.units
+
+    @cached_property
+    def forward_slots(self) -> tuple[tuple[int, ...], ...]:
+        """Slot of every forward unit, ``[stage][unit]``: interval colouring by a free list.
+
+        A slot is taken in the tick of the forward pass and free again in the tick after its backward pass, so that a tick
+        never reads and writes one slot for two units.
+        """
+        return tuple(self._colour(stage) for stage in range(self.pipe))
+
+    @cached_property
+    def backward_slots(self) -> tuple[tuple[int, ...], ...]:
+        """The same slots by backward unit."""
+        v = self.virtual_stages
+
+        def forward_number(unit: int) -> int:
+            group, rest = divmod(unit, self.period)
+            rank, index = divmod(rest, self.pipe)
+            return group * self.period + (v - 1 - rank) * self.pipe + index
+
+        return tuple(tuple(row[forward_number(unit)] for unit in range(self.units)) for row in self.forward_slots)
+
+    def entering(self, tick: int) -> int | None:
+        """Micro-batch that is embedded in a tick; the first one is, before the first tick."""
+        group, index = divmod(tick + 1 - self.backward_delay, self.period)
+        micro_batch = group * self.pipe + index + self.backward_delay
+        return micro_batch if index < self.pipe and micro_batch < self.micro_batches else None
+
+    def at_head(self, tick: int) -> int | None:
+        """Micro-batch whose loss is taken in a tick."""
+        unit = self.forward_unit(tick - self.backward_delay, self.pipe - 1)
+        return self._micro_batch_of_rank(unit, self.virtual_stages - 1)
+
+    def leaving(self, tick: int) -> int | None:
+        """Micro-batch whose embedding gets its gradient in a tick: its backward pass ended in the tick before."""
+        return self._micro_batch_of_rank(self.backward_unit(tick - 1, 0), self.virtual_stages - 1)
+
+    def kind(self, tick: int) -> TickKind:
+        """What a tick does."""
+        return TickKind(
+            forward=tick < self.warmup + self.steady,
+            backward=tick >= self.warmup,
+            embed=self.entering(tick) is not None,
+            head=self.at_head(tick) is not None,
+            embed_backward=self.leaving(tick) is not None,
+        )
+
+    def _micro_batch_of_rank(self, unit: int | None, rank: int) -> int | None:
+        if unit is None or self.decode(unit)[1] != rank:
+            return None
+        return self.decode(unit)[0]
+
+    def _within(self, unit: int) -> int | None:
+        return unit if 0 <= unit < self.units else None
+
+    def _colour(self, stage: int) -> tuple[int, ...]:
+        slots: list[int] = [-1] * self.units
+        free: list[int] = []
+        used = 0
+        in_flight: dict[tuple[int, int], int] = {}
+        for tick in range(self.ticks):
+            entering = self.forward_unit(tick, stage)
+            if entering is not None:
+                if free:
+                    slot = free.pop()
+                else:
+                    slot, used = used, used + 1
+                slots[entering] = in_flight[self.decode(entering)] = slot
+            leaving = self.backward_unit(tick, stage)
+            if leaving is not None:
+                micro_batch, rank = self.decode(leaving)
+                free.append(in_flight.pop((micro_batch, self.virtual_stages - 1 - rank)))
+        return tuple(slots)
+
+
+def training_loops(schedule: Schedule) -> tuple[Loop, ...]:
+    """All ticks of a step as loops: warm-up, steady, cool-down, each cut where the vocabulary has work.
+
+    Within a phase of the schedule all ticks with such work are of one kind, their union, so that few bodies are compiled;
+    what a tick has no micro-batch for, it does on nothing.
+    """
+    return _fold([schedule.kind(tick) for tick in range(schedule.ticks)])
+
+
+def forward_loops(schedule: Schedule) -> tuple[Loop, ...]:
+    """The ticks of a forward pass alone, for evaluation: the head in the tick of its forward slot."""
+    assert schedule.backward_delay == 0, "an evaluation has no backward slot to delay"
+    kinds = []
+    for tick in range(schedule.units + schedule.pipe - 1):
+        kinds.append(TickKind(True, False, schedule.entering(tick) is not None, schedule.at_head(tick) is not None))
+    return _fold(kinds)
+
+
+def _fold(kinds: Sequence[TickKind]) -> tuple[Loop, ...]:
+    unions: dict[tuple[bool, bool], TickKind] = {}
+    for kind in kinds:
+        if kind.ends:
+            slots = (kind.forward, kind.backward)
+            unions[slots] = kind.union(unions.get(slots, kind))
+    runs: list[Run] = []
+    for kind in kinds:
+        whole = unions[kind.forward, kind.backward] if kind.ends else kind
+        if runs and runs[-1].kind == whole:
+            runs[-1] = Run(whole, runs[-1].length + 1)
+        else:
+            runs.append(Run(whole, 1))
+    loops: list[Loop] = []
+    tick = 0
+    while runs:
+        repeats = 1
+        while len(runs) >= 2 * (repeats + 1) and runs[2 * repeats : 2 * repeats + 2] == runs[:2]:
+            repeats += 1
+        size = 2 if repeats > 1 else 1
+        loops.append(Loop(tick, tuple(runs[:size]), repeats))
+        tick += loops[-1].period * repeats
+        runs = runs[size * repeats :]
+    return tuple(loops)
+
+
+def validate(schedule: Schedule) -> None:
+    """Prove the schedule by walking it: every unit once in each pass, in order of its dependencies, no slot shared.
+
+    Raises AssertionError with the first fault found. Covers: one forward and one backward pass of every (virtual stage,
+    micro-batch); each pass one tick or more after what it needs; residuals still in their slot when they are read; the
+    bubble; the bound of the slots.
+    """
+    forward_tick: dict[tuple[int, int], int] = {}
+    backward_tick: dict[tuple[int, int], int] = {}
+    holders: dict[tuple[int, int], tuple[int, int]] = {}
+    for tick, stage, unit in _walk(schedule, "forward"):
+        key = (unit.chunk * schedule.pipe + stage, unit.micro_batch)
+        assert key not in forward_tick, f"forward of {key} runs twice"
+        forward_tick[key] = tick
+    for tick, stage, unit in _walk(schedule, "backward"):
+        key = (unit.chunk * schedule.pipe + stage, unit.micro_batch)
+        assert key not in backward_tick, f"backward of {key} runs twice"
+        backward_tick[key] = tick
+    virtual = schedule.period
+    expected = {(stage, batch) for stage in range(virtual) for batch in range(schedule.micro_batches)}
+    assert forward_tick.keys() == backward_tick.keys() == expected, "a unit is missing"
+    for (stage, batch), tick in forward_tick.items():
+        assert stage == 0 or forward_tick[stage - 1, batch] < tick, f"forward of {(stage, batch)} before its input"
+        next_tick = backward_tick.get((stage + 1, batch))
+        assert next_tick is None or next_tick < backward_tick[stage, batch], f"backward of {(stage, batch)} before its gradient"
+    for batch in range(schedule.micro_batches):
+        waited = backward_tick[virtual - 1, batch] - forward_tick[virtual - 1, batch]
+        assert waited == schedule.backward_delay, f"micro-batch {batch} waits {waited} ticks at the head"
+    for tick in range(schedule.ticks):
+        for stage in range(schedule.pipe):
+            if unit := schedule.forward(tick, stage):
+                assert (stage, unit.slot) not in holders, f"slot {unit.slot} of stage {stage} is overwritten in tick {tick}"
+                holders[stage, unit.slot] = (unit.micro_batch, unit.chunk)
+            if unit := schedule.backward(tick, stage):
+                assert holders.pop((stage, unit.slot)) == (unit.micro_batch, unit.chunk), f"wrong residuals in tick {tick}"
+    assert abs(schedule.bubble - (schedule.pipe - 1) / (schedule.virtual_stages * schedule.micro_batches)) < 1e-12
+    assert schedule.slots <= schedule.slot_bound, f"{schedule.slots} slots, bound {schedule.slot_bound}"
+
+
+def _walk(schedule: Schedule, direction: Literal["forward", "backward"]) -> Iterator[tuple[int, int, Unit]]:
+    slot = schedule.forward if direction == "forward" else schedule.backward
+    for tick in range(schedule.ticks):
+        for stage in range(schedule.pipe):
+            if (unit := slot(tick, stage)) is not None:
+                yield tick, stage, unit
