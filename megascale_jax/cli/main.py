@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from megascale_jax.cli import compare, config, data, sample, train
+from megascale_jax.cli import compare, config, data, sample, schedule, train
 from megascale_jax.errors import CheckpointError, UsageError
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app = typer.Typer(
 app.command("train")(train.train)
 app.command("sample")(sample.sample)
 app.command("compare")(compare.compare)
+app.command("schedule")(schedule.schedule)
 app.add_typer(data.app, name="data")
 app.add_typer(config.app, name="config")
 

@@ -39,7 +39,7 @@ def train(
     check_json_path(json)
     resolved = load_experiment(experiment, overrides or [])
     # JAX is imported from here on, after everything that can be refused without it.
-    from megascale_jax.comm.init import Processes, cache_folder, start
+    from megascale_jax.comm.init import Processes, cache_folder, check_platform, start
     from megascale_jax.config.layout import MeshShape
     from megascale_jax.data.pipeline import open_prepared
     from megascale_jax.data.select import prepare_if_missing
@@ -58,6 +58,7 @@ def train(
             if processes.index == 0:
                 _show_finished(console, folder, summary, command, json)
             return
+    check_platform(resolved.system.platform)
     model = resolved.model
     data_folder = prepare_if_missing(resolved.train.data, model.sequence_length, cache_folder() / "data", processes.index == 0)
     prepared = open_prepared(data_folder, sequence_length=model.sequence_length, vocab_size=model.vocab_size)

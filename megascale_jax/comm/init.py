@@ -56,6 +56,19 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     return Path(chosen).expanduser() if chosen else Path("~/.cache/megascale_jax").expanduser()
 
 
+def check_platform(platform: str, devices: Path = Path("/dev")) -> None:
+    """Raise UsageError when this machine cannot have a device of the platform: before a corpus is prepared for it, without JAX's start."""
+    if platform == "gpu" and not any(devices.glob("nvidia[0-9]*")):
+        raise UsageError(_no_device(platform, "no NVIDIA"))
+
+
+def _no_device(platform: str, found: str) -> str:
+    return (
+        f"system.platform is {platform}, but there are {found} devices here; for GPUs install megascale_jax[gpu] and check the "
+        "driver with nvidia-smi, to try the run without any use system=cpu"
+    )
+
+
 def start(platform: str, num_devices: int, processes: Processes) -> None:
     """Prepare JAX for ``num_devices`` devices over all processes; joins them when there are several.
 
@@ -91,10 +104,7 @@ def start(platform: str, num_devices: int, processes: Processes) -> None:
             ) from error
     found = jax.default_backend()
     if found != platform:
-        raise UsageError(
-            f"system.platform is {platform}, but JAX found {found} devices only; for GPUs install megascale_jax[gpu] and check the "
-            "driver with nvidia-smi, to try the run without any use system=cpu"
-        )
+        raise UsageError(_no_device(platform, f"only {found}"))
 
 
 def _prepare_cpu(local_devices: int) -> None:

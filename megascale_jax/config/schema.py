@@ -59,6 +59,11 @@ class ModelConfig(Section):
         return self.head_size or self.hidden_size // self.num_heads
 
     @property
+    def branches_per_layer(self) -> int:
+        """Residual branches of one block: the parallel one has attention and feed-forward layer in one branch."""
+        return 1 if self.block == "parallel" else 2
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """Window of every layer, in order; ``None`` is full attention."""
         pattern = self.window if isinstance(self.window, tuple) else (self.window,)

@@ -49,7 +49,7 @@ def test_cache_folder_follows_the_variable(tmp_path):
 
 def test_missing_gpu_is_said_with_the_remedy(monkeypatch):
     monkeypatch.setattr(init.jax.config, "update", lambda *_: None)
-    with pytest.raises(UsageError, match=r"platform is gpu, but JAX found cpu devices only.*system=cpu"):
+    with pytest.raises(UsageError, match=r"platform is gpu, but there are only cpu devices here.*system=cpu"):
         init.start("gpu", 1, Processes())
 
 

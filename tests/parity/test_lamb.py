@@ -16,7 +16,7 @@ from tests.build import experiment, logical, perturbed, plan_of, random_batch
 from tests.reference import lamb_reference, mean_loss, x64
 
 OPTIMIZER = {"learning_rate": 0.02, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-3, "weight_decay": 0.1, "clip_norm": 1.0}
-MODEL = {"num_layers": 2, "window": (3, "full"), "activation": "swiglu", "num_kv_heads": 4, "mlp_bias": True, "tied_head": True}
+MODEL = {"num_layers": 2, "window": 3, "activation": "swiglu", "num_kv_heads": 4, "mlp_bias": True, "tied_head": True}
 STEPS = 3
 DECAYING = {"embedding", "q", "k", "v", "o", "gate", "up", "down"}
 
@@ -24,7 +24,9 @@ DECAYING = {"embedding", "q", "k", "v", "o", "gate", "up", "down"}
 @cache
 def compiled(mesh):
     """One plan, its steps and a state on the host for each mesh, so that each program is compiled once."""
-    config = experiment(*mesh, train={"optimizer": OptimizerConfig(**OPTIMIZER)}, **MODEL)
+    pipe, data, tensor = mesh
+    train = {"optimizer": OptimizerConfig(**OPTIMIZER), "global_batch_size": 32}
+    config = experiment(data, tensor, train=train, parallel={"pipe": pipe}, **MODEL)
     plan = plan_of(config)
     steps = make_steps(config, plan)
     state = initial_state(plan, steps.optimizer, 0)
@@ -37,10 +39,10 @@ def start(mesh):
     return config, plan, steps, jax.device_put(stored, shardings)
 
 
-@pytest.mark.parametrize("mesh", [(1, 1), (2, 2), (4, 2)], ids=lambda m: f"data{m[0]}-tensor{m[1]}")
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 2), (1, 4, 2), (2, 2, 2)], ids=lambda m: f"pipe{m[0]}-data{m[1]}-tensor{m[2]}")
 def test_lamb_equals_float64_reference_when_layers_are_stacked_and_sharded(mesh):
     config, plan, steps, state = start(mesh)
-    batch = random_batch(config, valid=(40, 7, 0))
+    batch = random_batch(config, valid=(40, 7, 0, 16))
     params = logical(plan, state.params)
     specs = plan.zero.specs
     with x64():
@@ -75,25 +77,25 @@ def test_lamb_equals_float64_reference_when_layers_are_stacked_and_sharded(mesh)
 class PoisonedExecutor:
     """Adds an infinity to one element of one rank's gradient; the loss stays finite."""
 
-    def __init__(self, executor, data_index, tensor_index):
-        self.executor, self.rank = executor, (data_index, tensor_index)
+    def __init__(self, executor, rank):
+        self.executor, self.rank = executor, rank
 
     def loss_and_gradients(self, *arguments):
         loss, gradients = self.executor.loss_and_gradients(*arguments)
-        here = (jax.lax.axis_index("data") == self.rank[0]) & (jax.lax.axis_index("tensor") == self.rank[1])
+        here = jnp.array([jax.lax.axis_index(axis) for axis in ("pipe", "data", "tensor")]) == jnp.array(self.rank)
         w_in = gradients["layers"]["w_in"]
-        gradients["layers"]["w_in"] = w_in.at[0, 0, 0, 0].add(jnp.where(here, jnp.inf, 0.0))
+        gradients["layers"]["w_in"] = w_in.at[0, 0, 0, 0].add(jnp.where(here.all(), jnp.inf, 0.0))
         return loss, gradients
 
 
-@pytest.mark.parametrize("rank", [(0, 0), (1, 1)], ids=["first-rank", "last-rank"])
+@pytest.mark.parametrize("rank", [(0, 0, 0), (1, 1, 1)], ids=["first-rank", "last-rank"])
 def test_all_ranks_skip_when_one_rank_has_an_infinite_gradient(rank):
-    config, plan, healthy, state = start((2, 2))
-    batch = place_batch(plan, random_batch(config, valid=(-1, -1, -1)))
-    votes = np.zeros(4, np.int32)
+    config, plan, healthy, state = start((2, 2, 2))
+    batch = place_batch(plan, random_batch(config, valid=(-1, -1, -1, -1)))
+    votes = np.zeros(8, np.int32)
     state, _ = healthy.train(state, batch, votes)
     before = jax.tree.map(np.array, jax.jit(lambda s: to_saved(plan, s))(state))
-    poisoned = make_steps(config, replace(plan, executor=PoisonedExecutor(plan.executor, *rank)))
+    poisoned = make_steps(config, replace(plan, executor=PoisonedExecutor(plan.executor, rank)))
     state, metrics = poisoned.train(state, batch, votes)
     after = jax.tree.map(np.array, jax.jit(lambda s: to_saved(plan, s))(state))
     assert int(metrics["skipped"]) == 1 and np.isfinite(float(metrics["loss"]))
@@ -109,8 +111,8 @@ def test_all_ranks_skip_when_one_rank_has_an_infinite_gradient(rank):
 
 
 def test_learning_rate_and_counters_hold_when_a_step_is_skipped():
-    config, plan, steps, state = start((2, 2))
-    batch = random_batch(config, valid=(-1, -1, -1))
+    config, plan, steps, state = start((1, 2, 2))
+    batch = random_batch(config, valid=(-1, -1, -1, -1))
     healthy = state.params["embedding"]
     broken = jax.device_put(np.full(healthy.shape, np.nan, np.float32), healthy.sharding)
     votes = np.zeros(4, np.int32)
@@ -121,9 +123,9 @@ def test_learning_rate_and_counters_hold_when_a_step_is_skipped():
     assert (int(saved["step"]), int(saved["updates"])) == (1, 0)
 
 
-@pytest.mark.parametrize("valid", [(0, 0, 0), (1, 0, 0)])
+@pytest.mark.parametrize("valid", [(0, 0, 0, 0), (1, 0, 0, 0)])
 def test_numbers_stay_finite_when_a_batch_is_padding(valid):
-    config, plan, steps, state = start((2, 2))
+    config, plan, steps, state = start((1, 2, 2))
     batch = random_batch(config, valid=valid)
     padding = batch["targets"] < 0
     for key in ("tokens", "segment_ids", "positions"):

@@ -323,6 +323,8 @@ def validate(schedule: Schedule) -> None:
     for batch in range(schedule.micro_batches):
         waited = backward_tick[virtual - 1, batch] - forward_tick[virtual - 1, batch]
         assert waited == schedule.backward_delay, f"micro-batch {batch} waits {waited} ticks at the head"
+    assert max(forward_tick.values()) < schedule.warmup + schedule.steady, "a forward pass in the cool-down"
+    assert min(backward_tick.values()) == schedule.warmup, "the first backward pass does not end the warm-up"
     for tick in range(schedule.ticks):
         for stage in range(schedule.pipe):
             if unit := schedule.forward(tick, stage):
