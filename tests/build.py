@@ -103,3 +103,19 @@ def perturbed(plan: Plan, params: dict[str, jax.Array], seed: int = 1) -> dict[s
             array[(*place, *(slice(size) for size in spec.shape))] += 0.1 * rng.standard_normal(spec.shape)
         result[name] = jax.device_put(array, params[name].sharding)
     return result
+
+
+def random_parameters(plan: Plan) -> tuple[dict[str, np.ndarray], dict[str, jax.Array]]:
+    """Parameters drawn on the host, the same for every layout: logical ones, and as the plan lays them out; nothing is compiled."""
+    plain, placed = {}, {}
+    table = np.array(plan.layout.stages.table)
+    for index, (name, spec) in enumerate(sorted(plan.zero.specs.items())):
+        shape = plan.logical_shape(name)
+        noise = np.random.default_rng(index).standard_normal(shape)
+        plain[name] = ((1.0 if spec.init == "ones" else 0.0) + (0.2 if spec.init == "normal" else 0.1) * noise).astype(np.float32)
+        padded = np.zeros(plan.zero.arrays[name].shape, np.float32)
+        for layer in range(len(plain[name])) if spec.per_layer else [None]:
+            place = () if layer is None else tuple(np.argwhere(table == layer)[0])
+            padded[(*place, *(slice(size) for size in spec.shape))] = plain[name] if layer is None else plain[name][layer]
+        placed[name] = jax.device_put(padded, plan.sharding(plan.zero.partitions[name]))
+    return plain, placed

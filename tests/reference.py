@@ -1,7 +1,7 @@
 """The model, its loss and LAMB once more, as plainly as they can be written, in float64 on one device.
 
-Independent of the package's model code: logical parameters by layer, no fused operand, no shard, no pad, no stack, each
-row and head on its own dims. Tests differentiate `mean_loss` with ``jax.grad`` under 64-bit.
+Independent of the package's model code: logical parameters, no fused operand, no shard, no pad, each row, layer and head
+after the other. Tests differentiate `mean_loss` with ``jax.grad`` under 64-bit.
 """
 
 import jax
@@ -31,17 +31,18 @@ def _attention(model: ModelConfig, p: dict, h, positions, segments, window):
     q, k, v = (jnp.einsum("sd,dhk->shk", h, p[n]) + p.get(f"{n}_bias", 0.0) for n in "qkv")
     if model.position == "rotary":
         q, k = _turn(q, positions, model.rotary_base), _turn(k, positions, model.rotary_base)
-    heads, out = q.shape[1], []
+    heads = q.shape[1]
     i, j = np.arange(len(h))[:, None], np.arange(len(h))[None, :]
-    allowed = (j <= i) & (segments[:, None] == segments[None, :])
-    if window is not None:
-        allowed = allowed & (j > i - window)
-    for head in range(heads):
+    allowed = (j <= i) & (j > i - window) & (segments[:, None] == segments[None, :])
+
+    def one_head(head):
         group = head // (heads // k.shape[1])
         scores = q[:, head] @ k[:, group].T / np.sqrt(q.shape[-1])
         weights = jnp.where(allowed, jnp.exp(scores - jnp.where(allowed, scores, -jnp.inf).max(-1, keepdims=True)), 0.0)
-        out.append(weights / weights.sum(-1, keepdims=True) @ v[:, group])
-    return jnp.einsum("shk,dhk->sd", jnp.stack(out, 1), p["o"]) + p.get("o_bias", 0.0)
+        return weights / weights.sum(-1, keepdims=True) @ v[:, group]
+
+    out = jax.lax.map(one_head, jnp.arange(heads))
+    return jnp.einsum("hsk,dhk->sd", out, p["o"]) + p.get("o_bias", 0.0)
 
 
 def _mlp(model: ModelConfig, p: dict, h):
@@ -60,14 +61,17 @@ def row_logits(model: ModelConfig, params: dict, tokens, positions, segments):
     x = params["embedding"][tokens]
     if model.position == "learned":
         x = x + params["position"][positions]
-    for layer, window in enumerate(model.windows):
-        p = {n: params[n][layer] for n in layer_names}
+    windows = jnp.array([len(tokens) if window is None else window for window in model.windows])
+
+    def one_layer(x, layer):
+        p, window = layer
         h = _norm(model, p, "", x)
         if model.block == "parallel":
-            x = x + _attention(model, p, h, positions, segments, window) + _mlp(model, p, h)
-        else:
-            x = x + _attention(model, p, h, positions, segments, window)
-            x = x + _mlp(model, p, _norm(model, p, "mlp_", x))
+            return x + _attention(model, p, h, positions, segments, window) + _mlp(model, p, h), None
+        x = x + _attention(model, p, h, positions, segments, window)
+        return x + _mlp(model, p, _norm(model, p, "mlp_", x)), None
+
+    x, _ = jax.lax.scan(one_layer, x, ({n: params[n] for n in layer_names}, windows))
     x = _norm(model, params, "final_", x)
     return x @ params["embedding" if model.tied_head else "head"].T
 

@@ -23,6 +23,7 @@ from megascale_jax.parallel.pipeline.engine import run_phases
 from megascale_jax.parallel.pipeline.operations import LATE, TickShape, fill_operations, late_operations, tick_operations
 from megascale_jax.parallel.pipeline.phases import TickPlan, plan_phases
 from megascale_jax.parallel.pipeline.schedule import Loop, Schedule, TickKind, forward_loops, training_loops
+from megascale_jax.parallel.pipeline.table import schedule_table
 from megascale_jax.parallel.pipeline.tick import Batch, Chunks, Tick
 
 Carry = dict[str, Any]
@@ -116,7 +117,7 @@ class Pipeline:
         """See `Executor`; a forward pass in ``m v + p - 1`` ticks."""
         schedule = self.schedule(batch["tokens"].shape[0], 0)
         shape = TickShape(len(self.branches), recompute=False, backward_delay=0)
-        chunks = self._chunks(schedule, "nothing")
+        chunks = self._chunks(recomputes=False)
 
         def plan(kind: TickKind) -> TickPlan:
             operations = [o for o in tick_operations(kind, shape) if o.verb != "store"]
@@ -124,9 +125,10 @@ class Pipeline:
 
         make = partial(Tick, chunks, weights, batch, None, jnp.float32(1))
         held = {"stash": {}, "gradients": {}, "loss": jnp.float32(0)}
-        carry = self._filled(make, held, like=_activation(weights, batch, self.axis_sizes))
+        rows = _stage_rows(schedule)
+        carry = self._filled(make(rows[0], held), like=_activation(weights, batch, self.axis_sizes))
         for loop in forward_loops(schedule):
-            carry = self._run_loop(loop, plan, make, carry)
+            carry = self._run_loop(loop, plan, make, carry, rows)
         return carry["held"]["loss"]
 
     def loss_and_gradients(
@@ -134,58 +136,61 @@ class Pipeline:
     ) -> tuple[jax.Array, Any]:
         """See `Executor`."""
         schedule = self.schedule(batch["tokens"].shape[0])
-        chunks = self._chunks(schedule, self.remat)
+        chunks = self._chunks(recomputes=self.remat == "full")
+        rows = _stage_rows(schedule)
         make = partial(Tick, chunks, weights, batch, None if key is None else _fold_rank(key), scale)
         like = _activation(weights, batch, self.axis_sizes)
         held = {
-            "stash": self._empty_stash(chunks, weights, batch, like),
+            "stash": self._empty_stash(schedule.slots + 1, weights, batch, like),
             "gradients": _zero_gradients(weights),
             "loss": jnp.float32(0),
         }
-        carry = self._filled(make, held, like)
+        carry = self._filled(make(rows[0], held), like)
         for loop in training_loops(schedule):
-            carry = self._run_loop(loop, self.plan, make, carry)
-        tick = make(jnp.int32(schedule.ticks), carry["held"])
+            carry = self._run_loop(loop, self.plan, make, carry, rows)
+        tick = make(rows[-1], carry["held"])
         operations = late_operations(embed_backward=True)
         run_phases(plan_phases(operations, self.axis_sizes), tick.execute, _late_values(carry), ())
         return tick.loss, self._without_pads(tick.gradients)
 
-    def _chunks(self, schedule: Schedule, keep: str) -> Chunks:
+    def _chunks(self, *, recomputes: bool) -> Chunks:
         per_layer = len(self.branches) // self.layout.layers_per_chunk
-        return Chunks(
-            self.transformer, self.branches, per_layer, schedule, keeps_attention=keep == "none", recomputes=keep == "full"
-        )
+        return Chunks(self.transformer, self.branches, per_layer, self.layout.mesh.pipe, recomputes)
 
-    def _filled(self, make: Callable[..., Tick], held: Carry, like: jax.ShapeDtypeStruct) -> Carry:
+    def _filled(self, tick: Tick, like: jax.ShapeDtypeStruct) -> Carry:
         """The carry before the first tick: its input is there, nothing is late."""
-        tick = make(jnp.int32(-1), held)
         plan = plan_phases(fill_operations(), self.axis_sizes)
         first = run_phases(plan, tick.execute, {}, ("next.x", "next.N"))
         zero = jnp.zeros(like.shape, like.dtype)
         late = {name: zero for name in ("g", "x")} | {name: jnp.zeros_like(first["next.N"]) for name in ("dN", "G", "N")}
+        held = tick.held
         if held["gradients"]:
             branch = self.branches[0]
             widths = {name: held["gradients"]["layers"][group].shape[-1] for name, group in (("z", branch.w_out), ("dy", branch.w_in))}
             late |= {name: jnp.zeros((*first["next.N"].shape[:2], width), like.dtype) for name, width in widths.items()}
         return {"x": first["next.x"], "N": first["next.N"], "wait": first["next.x"], "last": zero, "late": late, "held": held}
 
-    def _run_loop(self, loop: Loop, plan: Callable[[TickKind], TickPlan], make: Callable[..., Tick], carry: Carry) -> Carry:
-        def repetition(carry: Carry, start: jax.Array) -> tuple[Carry, None]:
+    def _run_loop(
+        self, loop: Loop, plan: Callable[[TickKind], TickPlan], make: Callable[..., Tick], carry: Carry, rows: jax.Array
+    ) -> Carry:
+        """``rows``: this stage's rows of the schedule's table; the first one is the fill's."""
+
+        def repetition(carry: Carry, rows: jax.Array) -> tuple[Carry, None]:
+            start = 0
             for run in loop.runs:
-                step = partial(self._tick, plan(run.kind), run.kind, make)
-                if run.length == 1:
-                    carry = step(carry, start)[0]
-                else:
-                    carry = jax.lax.scan(step, carry, start + jnp.arange(run.length, dtype=jnp.int32))[0]
-                start = start + run.length
+                step, own = partial(self._tick, plan(run.kind), run.kind, make), rows[start : start + run.length]
+                carry = step(carry, own[0])[0] if run.length == 1 else jax.lax.scan(step, carry, own)[0]
+                start += run.length
             return carry, None
 
+        count = loop.period * loop.repeats
+        own = rows[loop.start + 1 : loop.start + 1 + count]
         if loop.repeats == 1:
-            return repetition(carry, jnp.int32(loop.start))[0]
-        return jax.lax.scan(repetition, carry, loop.start + loop.period * jnp.arange(loop.repeats, dtype=jnp.int32))[0]
+            return repetition(carry, own)[0]
+        return jax.lax.scan(repetition, carry, own.reshape(loop.repeats, loop.period, -1))[0]
 
-    def _tick(self, plan: TickPlan, kind: TickKind, make: Callable[..., Tick], carry: Carry, number: jax.Array) -> tuple[Carry, None]:
-        tick = make(number, carry["held"])
+    def _tick(self, plan: TickPlan, kind: TickKind, make: Callable[..., Tick], carry: Carry, row: jax.Array) -> tuple[Carry, None]:
+        tick = make(row, carry["held"])
         values = {"F0.x": carry["x"], "F0.N": carry["N"], "wait.x": carry["wait"], "last.y": carry["last"], **_late_values(carry)}
         output = f"F{len(self.branches)}.x"
         wanted = [
@@ -201,17 +206,16 @@ class Pipeline:
             after["late"] = {name: result[f"left.{name}"] for name in LATE}
         return after, None
 
-    def _empty_stash(self, chunks: Chunks, weights: Mapping[str, Any], batch: Batch, like: jax.ShapeDtypeStruct) -> dict[int, Any]:
-        """Zeros for what `Tick.store` keeps, a slot more than the schedule's: idle ticks write there."""
-        slots = chunks.schedule.slots + 1
+    def _empty_stash(self, slots: int, weights: Mapping[str, Any], batch: Batch, like: jax.ShapeDtypeStruct) -> dict[int, Any]:
+        """Zeros for what `Tick.store` keeps; ``slots`` is one more than the schedule's: idle ticks write there."""
         whole = (like.shape[0], batch["tokens"].shape[2])
         rows = Rows(*(jax.ShapeDtypeStruct(whole, jnp.int32) for _ in range(2)))
         stash: dict[int, Any] = {}
-        for number, branch in enumerate(self.branches[:1] if chunks.recomputes else self.branches):
+        for number, branch in enumerate(self.branches[:1] if self.remat == "full" else self.branches):
             kept: dict[str, Any] = {"x": like}
-            if not chunks.recomputes:
+            if self.remat != "full":
                 kept["y"] = jax.ShapeDtypeStruct((*whole, weights["layers"][branch.w_in].shape[-1]), like.dtype)
-            if chunks.keeps_attention:
+            if self.remat == "none":
                 kept["saved"] = jax.eval_shape(branch.middle_forward, kept["y"], rows)[1]
             stash[number] = jax.tree.map(lambda leaf: jnp.zeros((slots, *leaf.shape), leaf.dtype), kept)
         return stash
@@ -224,6 +228,11 @@ class Pipeline:
         real_SVL = jnp.asarray(np.array(self.layout.stages.table) != EMPTY)
         real = real_SVL[jax.lax.axis_index(axes.PIPE)][:, :, None, None]
         return gradients | {"layers": layers | {"vectors": jnp.where(real, layers["vectors"], 0)}}
+
+
+def _stage_rows(schedule: Schedule) -> jax.Array:
+    """This stage's rows of the schedule's table, int32 ``[ticks + 2, len(COLUMNS)]``."""
+    return jnp.asarray(np.array(schedule_table(schedule), np.int32))[jax.lax.axis_index(axes.PIPE)]
 
 
 def _late_values(carry: Carry) -> dict[str, jax.Array]:

@@ -1,6 +1,6 @@
 """What the operations of a tick compute: names of the operation tables bound to the model's segments.
 
-A `Tick` is made while a tick is traced. It knows the tick's number, finds out which unit this stage has in each slot, and
+A `Tick` is made while a tick is traced. It reads from its row of the schedule's table which unit this stage has in each slot, and
 holds what operations update in place: the stash of residuals, the gradients, the loss. Idle slots compute on what is there;
 a backward slot's gradient is masked once, where it enters, and everything behind it is zero.
 """
@@ -12,14 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from megascale_jax import axes
 from megascale_jax.kernels.loss.reference import IGNORE
 from megascale_jax.model.branch import Branch, Rows, dropout
 from megascale_jax.model.transformer import Transformer
 from megascale_jax.parallel.pipeline.operations import Operation
-from megascale_jax.parallel.pipeline.schedule import Schedule
+from megascale_jax.parallel.pipeline.table import COLUMNS
 
 Batch = Mapping[str, jax.Array]
 """``tokens``, ``targets``, ``segment_ids``, ``positions``: int32 ``[m, B, S]``."""
@@ -30,28 +29,29 @@ _EMBED_KEY = 2**20
 
 @dataclass(frozen=True)
 class Chunks:
-    """The static part of a pipeline: the chunk's branches, the schedule, whether residuals are kept."""
+    """The static part of a pipeline: the chunk's branches, the number of stages, what is kept or recomputed."""
 
     transformer: Transformer
     branches: tuple[Branch, ...]
     branches_per_layer: int
-    schedule: Schedule
-    keeps_attention: bool
+    stages: int
     recomputes: bool
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a slot works on, traced: whether it is not idle, and its unit; an idle slot points at something harmless."""
+    """The unit that a slot works on, traced."""
 
-    busy: jax.Array
-    micro_batch: jax.Array
     chunk: jax.Array
+    micro_batch: jax.Array
     slot: jax.Array
 
 
 class Tick:
-    """One tick of one step, inside ``shard_map``; `execute` runs its operations."""
+    """One tick of one step, inside ``shard_map``; `execute` runs its operations.
+
+    ``row``: this stage's row of the schedule's table, int32 ``[len(COLUMNS)]``.
+    """
 
     def __init__(
         self,
@@ -60,10 +60,10 @@ class Tick:
         batch: Batch,
         key: jax.Array | None,
         scale: jax.Array,
-        tick: jax.Array,
+        row: jax.Array,
         held: Mapping[str, Any],
     ):
-        self.chunks, self.weights, self.batch, self.key, self.scale, self.tick = chunks, weights, batch, key, scale, tick
+        self.chunks, self.weights, self.batch, self.key, self.scale, self.row = chunks, weights, batch, key, scale, row
         self.model, self.communication = chunks.transformer.model, chunks.transformer.communication
         self.stage = jax.lax.axis_index(axes.PIPE)
         self.stash, self.gradients, self.loss = held["stash"], held["gradients"], held["loss"]
@@ -84,40 +84,17 @@ class Tick:
 
     # --- places -------------------------------------------------------------------------------------------------------
 
+    def _at(self, column: str) -> jax.Array:
+        return self.row[COLUMNS[column]]
+
     @cached_property
     def _places(self) -> dict[str, Place]:
-        backward = self._backward_place(self.tick)
-        return {"F": self._forward_place(self.tick), "B": backward, "R": backward, "L": self._backward_place(self.tick - 1)}
+        forward, backward = self._place("forward"), self._place("backward")
+        late = Place(self._at("late_chunk"), self._at("leaving"), forward.slot)
+        return {"F": forward, "B": backward, "R": backward, "L": late}
 
-    @cached_property
-    def _next_place(self) -> Place:
-        return self._forward_place(self.tick + 1)
-
-    def _forward_place(self, tick: jax.Array) -> Place:
-        schedule = self.chunks.schedule
-        busy, micro_batch, rank, unit = self._decode(tick - self.stage)
-        slots = jnp.asarray(np.array(schedule.forward_slots), jnp.int32)[self.stage, unit]
-        return Place(busy, micro_batch, rank, jnp.where(busy, slots, schedule.slots))
-
-    def _backward_place(self, tick: jax.Array) -> Place:
-        schedule = self.chunks.schedule
-        busy, micro_batch, rank, unit = self._decode(tick - schedule.backward_offset + self.stage)
-        slots = jnp.asarray(np.array(schedule.backward_slots), jnp.int32)[self.stage, unit]
-        return Place(busy, micro_batch, schedule.virtual_stages - 1 - rank, jnp.where(busy, slots, schedule.slots))
-
-    def _decode(self, unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """``(busy, micro_batch, rank of the chunk, unit)``, the unit clipped into range."""
-        schedule = self.chunks.schedule
-        inside = jnp.clip(unit, 0, schedule.units - 1)
-        group, rest = jnp.divmod(inside, schedule.period)
-        rank, index = jnp.divmod(rest, schedule.pipe)
-        return inside == unit, group * schedule.pipe + index, rank, inside
-
-    def _is_first(self, place: Place) -> jax.Array:
-        return (self.stage == 0) & (place.chunk == 0)
-
-    def _is_last(self, place: Place) -> jax.Array:
-        return (self.stage == self.chunks.schedule.pipe - 1) & (place.chunk == self.chunks.schedule.virtual_stages - 1)
+    def _place(self, slot: str) -> Place:
+        return Place(*(self._at(f"{slot}_{part}") for part in ("chunk", "micro_batch", "slot")))
 
     # --- one branch ---------------------------------------------------------------------------------------------------
 
@@ -132,7 +109,7 @@ class Tick:
     def _add(self, place: Place, number: int, name: str, gradient: jax.Array | None) -> None:
         if gradient is not None:
             layers = self.gradients["layers"]
-            total = layers[name].at[place.chunk, number // self.chunks.branches_per_layer].add(gradient.astype(jnp.float32))
+            total = _add_at(layers[name], place.chunk, number // self.chunks.branches_per_layer, gradient.astype(jnp.float32))
             self.gradients = self.gradients | {"layers": layers | {name: total}}
 
     def _rows(self, place: Place) -> Rows:
@@ -170,7 +147,7 @@ class Tick:
         """Put a branch's residuals into this unit's slot."""
         names = dict(zip(("x", "y", "saved"), (x_BsD, *kept), strict=False))
         slots = self.stash[number]
-        put = {name: jax.tree.map(lambda s, v: s.at[place.slot].set(v), slots[name], names[name]) for name in slots}
+        put = {name: jax.tree.map(lambda s, v: _put(s, v, place.slot), slots[name], names[name]) for name in slots}
         self.stash = self.stash | {number: put}
 
     def load(self, place: Place, number: int, gradient: jax.Array) -> Any:
@@ -262,7 +239,7 @@ class Tick:
         return self._permute(g_BsD, -1)
 
     def _permute(self, x: jax.Array, by: int) -> jax.Array:
-        p = self.chunks.schedule.pipe
+        p = self.chunks.stages
         return jax.lax.ppermute(x, axes.PIPE, [(stage, (stage + by) % p) for stage in range(p)])
 
     # --- what enters a slot -------------------------------------------------------------------------------------------
@@ -271,28 +248,27 @@ class Tick:
         """The next tick's input: from the embedding on the first virtual stage, else from the stage before."""
         if received_BsD is None:
             return embedded_BsD
-        return jnp.where(self._is_first(self._next_place), embedded_BsD, received_BsD)
+        return jnp.where(self._at("next_first") == 1, embedded_BsD, received_BsD)
 
     def next_norm(self, x_BsD: jax.Array) -> jax.Array:
         """Norm of the next tick's input."""
-        return self.norm(self._next_place, 0, x_BsD)
+        return self._branch(0).norm({"vectors": _cut(self.weights["layers"]["vectors"], self._at("next_chunk"), 0)}, x_BsD)
 
     def gradient(self, received_BsD: jax.Array, of_head_BsD: jax.Array | None = None) -> jax.Array:
         """The gradient of this tick's backward unit, zero in an idle slot."""
-        place = self._places["B"]
         if of_head_BsD is not None:
-            received_BsD = jnp.where(self._is_last(place), of_head_BsD, received_BsD)
-        return jnp.where(place.busy, received_BsD, 0)
+            received_BsD = jnp.where(self._at("backward_last") == 1, of_head_BsD, received_BsD)
+        return jnp.where(self._at("backward_busy") == 1, received_BsD, 0)
 
     # --- embedding ----------------------------------------------------------------------------------------------------
 
     def embed_rows(self) -> jax.Array:
         """This rank's vocabulary's share of the entering micro-batch's embeddings."""
-        return self.chunks.transformer.embed_local(self.weights["ends"], _take(self.batch["tokens"], self._entering))
+        return self.chunks.transformer.embed_local(self.weights["ends"], _take(self.batch["tokens"], self._at("entering")))
 
     def embed_finish(self, x_BsD: jax.Array) -> jax.Array:
         """Learned positions and dropout."""
-        return self._positioned(self.weights["ends"], x_BsD, self._entering)
+        return self._positioned(self.weights["ends"], x_BsD, self._at("entering"))
 
     def _positioned(self, ends: Mapping[str, jax.Array], x_BsD: jax.Array, micro_batch: jax.Array) -> jax.Array:
         key = self._micro_batch_key(micro_batch)
@@ -301,11 +277,10 @@ class Tick:
 
     def embed_split(self, g_BsD: jax.Array) -> jax.Array:
         """Gradient of the embedded rows where this rank finished one, zero elsewhere; learned positions take theirs."""
-        place = self._places["L"]
-        own_BsD = jnp.where(place.busy & self._is_first(place), g_BsD, 0)
+        own_BsD = jnp.where(self._at("late_first") == 1, g_BsD, 0)
         zero = jnp.zeros_like(own_BsD)
         ends = {name: value for name, value in self.weights["ends"].items() if name == "position"}
-        _, pull = jax.vjp(lambda e, x: self._positioned(e, x, self._leaving), ends, zero)
+        _, pull = jax.vjp(lambda e, x: self._positioned(e, x, self._at("leaving")), ends, zero)
         d_ends, d_x_BsD = pull(own_BsD)
         for name, gradient in d_ends.items():
             self._add_end(name, gradient)
@@ -313,7 +288,7 @@ class Tick:
 
     def embed_add(self, g_BSD: jax.Array) -> None:
         """Add up the gradient of this rank's rows of the table."""
-        tokens_BS = _take(self.batch["tokens"], self._leaving)
+        tokens_BS = _take(self.batch["tokens"], self._at("leaving"))
         table = self.weights["ends"]["embedding"]
         _, pull = jax.vjp(lambda t: self.chunks.transformer.embed_local({"embedding": t}, tokens_BS), jnp.zeros(table.shape, jnp.float32))
         self._add_end("embedding", pull(g_BSD.astype(jnp.float32))[0])
@@ -322,29 +297,16 @@ class Tick:
         ends = self.gradients["ends"]
         self.gradients = self.gradients | {"ends": ends | {name: ends[name] + gradient.astype(jnp.float32)}}
 
-    @cached_property
-    def _entering(self) -> jax.Array:
-        schedule = self.chunks.schedule
-        group, index = jnp.divmod(self.tick + 1 - schedule.backward_delay, schedule.period)
-        micro_batch = jnp.clip(group * schedule.pipe + index + schedule.backward_delay, 0, schedule.micro_batches - 1)
-        return jnp.where(self.tick < 0, 0, micro_batch)
-
-    @cached_property
-    def _leaving(self) -> jax.Array:
-        return self._decode(self.tick - 1 - self.chunks.schedule.backward_offset)[1]
-
     # --- head ---------------------------------------------------------------------------------------------------------
 
     @cached_property
     def _targets(self) -> jax.Array:
         """Targets of the micro-batch at the head; ignored ones when there is none."""
-        schedule = self.chunks.schedule
-        busy, micro_batch, rank, _ = self._decode(self.tick - schedule.backward_delay - (schedule.pipe - 1))
-        return jnp.where(busy & (rank == schedule.virtual_stages - 1), _take(self.batch["targets"], micro_batch), IGNORE)
+        return jnp.where(self._at("head_busy") == 1, _take(self.batch["targets"], self._at("head")), IGNORE)
 
     def head_split(self, y_BsD: jax.Array) -> jax.Array:
         """The last stage's output; zero elsewhere."""
-        return jnp.where(self.stage == self.chunks.schedule.pipe - 1, y_BsD, 0)
+        return jnp.where(self.stage == self.chunks.stages - 1, y_BsD, 0)
 
     def head_norm(self, x_BsD: jax.Array) -> jax.Array:
         """The final norm."""
@@ -387,7 +349,7 @@ class Tick:
         vectors = {"final_vectors": self.weights["ends"]["final_vectors"]}
         _, pull = jax.vjp(self.chunks.transformer.final_norm, vectors, x_BsD)
         d_vectors, d_x_BsD = pull(dn_BsD)
-        counts = self.stage == self.chunks.schedule.pipe - 1
+        counts = self.stage == self.chunks.stages - 1
         self._add_end("final_vectors", jnp.where(counts, d_vectors["final_vectors"], 0))
         return d_x_BsD
 
@@ -405,12 +367,25 @@ class Tick:
 
 
 def _take(stacked: jax.Array, index: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(stacked, index, 0, keepdims=False)
+    return jax.lax.dynamic_index_in_dim(stacked, index, 0, keepdims=False, allow_negative_indices=False)
+
+
+def _put(stacked: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stacked, value, index, 0, allow_negative_indices=False)
 
 
 def _cut(stacked: jax.Array, chunk: jax.Array, depth: int) -> jax.Array:
-    start = (chunk, depth, *[0] * (stacked.ndim - 2))
-    return jax.lax.dynamic_slice(stacked, start, (1, 1, *stacked.shape[2:]))[0, 0]
+    sizes = (1, 1, *stacked.shape[2:])
+    return jax.lax.dynamic_slice(stacked, _origin(stacked, chunk, depth), sizes, allow_negative_indices=False)[0, 0]
+
+
+def _add_at(stacked: jax.Array, chunk: jax.Array, depth: int, value: jax.Array) -> jax.Array:
+    total = (_cut(stacked, chunk, depth) + value)[None, None]
+    return jax.lax.dynamic_update_slice(stacked, total, _origin(stacked, chunk, depth), allow_negative_indices=False)
+
+
+def _origin(stacked: jax.Array, chunk: jax.Array, depth: int) -> tuple[jax.Array | int, ...]:
+    return (chunk, jnp.int32(depth), *[jnp.int32(0)] * (stacked.ndim - 2))
 
 
 _METHODS: Mapping[str, Callable[..., Any]] = {

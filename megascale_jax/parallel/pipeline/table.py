@@ -1,0 +1,74 @@
+"""The schedule as one table of small integers: what every stage does in every tick. No JAX.
+
+The step looks its row up instead of computing with tick and stage numbers, so that the only arithmetic about the schedule
+is the one in `schedule.py`, which `validate` proves. Row 0 is the fill before the first tick, the last row the drain after the last.
+"""
+
+from dataclasses import dataclass, fields
+
+from megascale_jax.parallel.pipeline.schedule import Schedule, Unit
+
+
+@dataclass(frozen=True)
+class Row:
+    """One stage in one tick. An idle slot has busy 0, micro-batch 0, chunk 0 and the scratch slot behind all others.
+
+    ``late_*`` is the unit whose backward pass ran in the tick before; ``next_*`` the one that the forward slot runs in the
+    next tick. ``*_first`` and ``*_last``: 1 where it is on the first or last virtual stage. ``entering``, ``head`` and
+    ``leaving`` are micro-batches at the vocabulary, the same on all stages; ``head_busy`` 0: there is none at the head.
+    """
+
+    forward_micro_batch: int
+    forward_chunk: int
+    forward_slot: int
+    backward_busy: int
+    backward_micro_batch: int
+    backward_chunk: int
+    backward_slot: int
+    backward_last: int
+    late_chunk: int
+    late_first: int
+    next_chunk: int
+    next_first: int
+    entering: int
+    head: int
+    head_busy: int
+    leaving: int
+
+
+COLUMNS = {field.name: index for index, field in enumerate(fields(Row))}
+"""Position of each field in a row of `schedule_table`."""
+
+
+def schedule_row(schedule: Schedule, stage: int, tick: int) -> Row:
+    """What a stage does in a tick, from -1 (fill) to the schedule's number of ticks (drain)."""
+    idle = Unit(0, 0, schedule.slots)
+    forward, backward = schedule.forward(tick, stage) or idle, schedule.backward(tick, stage)
+    late, following = schedule.backward(tick - 1, stage), schedule.forward(tick + 1, stage)
+    at_head = schedule.at_head(tick)
+    last_stage, last_chunk = stage == schedule.pipe - 1, schedule.virtual_stages - 1
+    return Row(
+        forward_micro_batch=forward.micro_batch,
+        forward_chunk=forward.chunk,
+        forward_slot=forward.slot,
+        backward_busy=int(backward is not None),
+        backward_micro_batch=(backward or idle).micro_batch,
+        backward_chunk=(backward or idle).chunk,
+        backward_slot=(backward or idle).slot,
+        backward_last=int(backward is not None and last_stage and backward.chunk == last_chunk),
+        late_chunk=(late or idle).chunk,
+        late_first=int(late is not None and stage == 0 and late.chunk == 0),
+        next_chunk=(following or idle).chunk,
+        next_first=int(following is not None and stage == 0 and following.chunk == 0),
+        entering=(schedule.entering(tick) or 0) if tick >= 0 else 0,
+        head=at_head or 0,
+        head_busy=int(at_head is not None),
+        leaving=schedule.leaving(tick) or 0,
+    )
+
+
+def schedule_table(schedule: Schedule) -> list[list[tuple[int, ...]]]:
+    """``[stage][tick + 1][column]``, from the fill to the drain."""
+    columns = list(COLUMNS)
+    rows = [[schedule_row(schedule, stage, tick) for tick in range(-1, schedule.ticks + 1)] for stage in range(schedule.pipe)]
+    return [[tuple(getattr(row, column) for column in columns) for row in stage] for stage in rows]
