@@ -58,7 +58,7 @@ def _mlp(model: ModelConfig, p: dict, h):
 def row_logits(model: ModelConfig, params: dict, tokens, positions, segments):
     """Logits ``[S, V]`` of one row; per-layer parameters are ``[L, ...]``."""
     layer_names = [n for n in params if n not in ("embedding", "position", "head", "final_norm_scale", "final_norm_bias")]
-    x = params["embedding"][tokens]
+    x = jnp.asarray(params["embedding"][tokens], float)
     if model.position == "learned":
         x = x + params["position"][positions]
     windows = jnp.array([len(tokens) if window is None else window for window in model.windows])

@@ -22,9 +22,7 @@ SHOWN_TICKS = 48
 
 def schedule(
     experiment: Annotated[str, typer.Argument(help="name of an experiment, or a YAML file", show_default=False)],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="changes, such as parallel.virtual_stages=2", show_default=False)
-    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="changes, such as parallel.virtual_stages=2", show_default=False)] = None,
     phases: Annotated[bool, typer.Option("--phases", help="also print the phases of each kind of tick: compute | collectives")] = False,
     ticks: Annotated[int, typer.Option(help="ticks to show in the terminal", min=1)] = SHOWN_TICKS,
     svg: Annotated[Path | None, typer.Option(help="also draw the whole schedule into this file", show_default=False)] = None,

@@ -103,6 +103,8 @@ def _pipeline(experiment: Experiment) -> Iterator[str]:
             f"(model.num_layers {model.num_layers} over parallel.pipe {parallel.pipe}); set parallel.virtual_stages={max(most, 1)} or less"
         )
         return
+    if model.window == ():
+        return
     try:
         place_layers(model.num_layers, parallel.pipe, parallel.virtual_stages, parallel.layers).windows(model.windows)
     except ConfigError as error:

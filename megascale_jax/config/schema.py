@@ -94,6 +94,24 @@ class KernelConfig(Section):
     """Implementation of each operator; ``auto`` picks the best for the target platform, anything else must run or raise."""
 
     attention: Literal["auto", "reference", "cudnn"] = Field(default="auto", description="attention implementation")
+    max_documents: Positive = Field(
+        default=32, description="documents that may share a row under cuDNN; 1: rows of one document (needed below H100)"
+    )
+
+
+Rate = Annotated[float, Field(gt=0)]
+
+
+class RatesConfig(Section):
+    """Achieved rates of one device, from which `megascale compile` estimates times; peaks are elsewhere."""
+
+    gemm_tflops: Rate = Field(description="bf16 matrix products, TFLOP/s")
+    attention_tflops: Rate = Field(description="attention, FLOPs over the visible keys, TFLOP/s")
+    memory_gbps: Rate = Field(description="memory of a kernel that streams, GB/s")
+    tensor_gbps: Rate = Field(description="fast link between the devices of a node, GB/s each way")
+    tensor_latency_us: Rate = Field(description="start of a collective on that link, microseconds")
+    network_gbps: Rate = Field(description="network of one device, GB/s each way")
+    network_latency_us: Rate = Field(description="start of a collective on the network, microseconds")
 
 
 class SystemConfig(Section):
@@ -107,6 +125,7 @@ class SystemConfig(Section):
         default=None, description="dense bf16 peak of one device, for MFU; null: a matrix product timed at start, whole host"
     )
     kernels: KernelConfig = Field(default=KernelConfig(), description="implementation of each operator")
+    rates: RatesConfig | None = Field(default=None, description="achieved rates for `megascale compile`; null: none known")
 
 
 class OptimizerConfig(Section):

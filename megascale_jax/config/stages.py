@@ -72,11 +72,14 @@ def place_layers(num_layers: int, pipe: int, virtual_stages: int, counts: Sequen
             )
         counts = [num_layers // virtual] * virtual
     if len(counts) != virtual:
-        raise ConfigError(f"parallel.layers lists {len(counts)} virtual stages, expected parallel.pipe * parallel.virtual_stages = {virtual}")
+        raise ConfigError(
+            f"parallel.layers lists {len(counts)} virtual stages, expected parallel.pipe * parallel.virtual_stages = {virtual}"
+        )
     if sum(counts) != num_layers:
         fault = "loses" if sum(counts) < num_layers else "doubles"
         raise ConfigError(
-            f"parallel.layers {fault} {abs(sum(counts) - num_layers)} layers: its numbers add up to {sum(counts)}, model.num_layers is {num_layers}"
+            f"parallel.layers {fault} {abs(sum(counts) - num_layers)} layers: its numbers add up to {sum(counts)}, "
+            f"model.num_layers is {num_layers}"
         )
     ends = list(accumulate(counts))
     return Stages(pipe, tuple(tuple(range(end - count, end)) for end, count in zip(ends, counts, strict=True)))

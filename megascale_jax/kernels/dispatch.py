@@ -6,6 +6,7 @@ on the target raises; only ``auto`` chooses.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -53,11 +54,12 @@ def select(model: ModelConfig, system: SystemConfig) -> Operators:
             f"system.kernels.attention is {chosen}, which runs on {' and '.join(_ATTENTION_PLATFORMS[chosen])}, "
             f"but system.platform is {system.platform}; use auto or reference"
         )
-    attention = _ATTENTION[chosen]
+    module = _ATTENTION[chosen]
+    limit = {"max_documents": system.kernels.max_documents} if chosen == "cudnn" else {}
     return Operators(
-        attention.attention,
-        attention.forward,
-        attention.backward,
+        partial(module.attention, **limit),
+        partial(module.forward, **limit),
+        partial(module.backward, **limit),
         _NORM[model.norm],
         _ACTIVATION[model.activation],
         reference_loss.cross_entropy,

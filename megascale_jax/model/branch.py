@@ -130,7 +130,7 @@ class Branch:
         results = []
         d_attention, d_activation = self._cut_middle(dz_BSG)
         if self.attends:
-            (q, k, v), pull = jax.vjp(lambda *qkv: self._heads(*qkv, rows), parts["q"], parts["k"], parts["v"])
+            (q, k, v), pull = jax.vjp(lambda q, k, v: self._heads(q, k, v, rows), parts["q"], parts["k"], parts["v"])
             out, lse = saved
             shape = (*out.shape[:2], -1, self.model.head_dim)
             d_qkv = self.operators.attention_backward(
@@ -186,7 +186,7 @@ class Branch:
 
     def _cut(self, value: jax.Array, group: FusedGroup) -> list[jax.Array]:
         # not slices: their gradients are padded and added up, those of a split are laid side by side
-        return jax.lax.split(value, [self.columns[member] for member in group.members], axis=value.ndim - 1)
+        return list(jax.lax.split(value, [self.columns[member] for member in group.members], axis=value.ndim - 1))
 
     def _cut_middle(self, dz_BSG: jax.Array) -> tuple[jax.Array, jax.Array]:
         width = self.columns["q"] if self.attends else 0

@@ -16,6 +16,7 @@ from megascale_jax.checkpoint.store import CheckpointStore, read_description
 from megascale_jax.config.schema import Experiment, ParallelConfig
 from megascale_jax.data.tokenizer import load_tokenizer
 from megascale_jax.errors import RunFolderError, UsageError
+from megascale_jax.parallel.pipeline.executor import OneStage
 from megascale_jax.parallel.plan import Plan, make_plan
 from megascale_jax.train.folder import RunFolder
 from megascale_jax.train.saved import abstract_saved
@@ -60,14 +61,15 @@ def sample(folder: RunFolder, prompt: str, *, num_tokens: int, temperature: floa
 
 
 def _next_logits(plan: Plan):
-    length = plan.experiment.model.sequence_length
+    length, executor = plan.experiment.model.sequence_length, plan.executor
+    assert isinstance(executor, OneStage), "a sample is drawn on one device"
 
     def logits(params: dict[str, jax.Array], tokens_BS: jax.Array, last: jax.Array) -> jax.Array:
         positions_BS = jnp.arange(length, dtype=jnp.int32)[None]
         batch = {"tokens": tokens_BS, "positions": positions_BS, "segment_ids": jnp.ones_like(tokens_BS)}
         weights = plan.zero.gather(params)
-        hidden_BSD = plan.executor.hidden(weights, batch)
-        return plan.executor.transformer.logits(weights["ends"], hidden_BSD)[0, last].astype(jnp.float32)
+        hidden_BSD = executor.hidden(weights, batch)
+        return executor.transformer.logits(weights["ends"], hidden_BSD)[0, last].astype(jnp.float32)
 
     specs = (plan.zero.partitions, _ROW, PartitionSpec())
     return jax.jit(plan.shard_map(logits, specs, PartitionSpec((axes.PIPE, axes.TENSOR))))

@@ -58,8 +58,8 @@ def schedule_svg(schedule: Schedule, heading: str) -> str:
         y = TOP + lane * stage
         parts.append(_words(12, y + LANE_HEIGHT + 4, f"stage {stage}", _TEXT, 'font-size="12" text-anchor="start"'))
         for row, (unit_at, hue) in enumerate(((schedule.forward, _FORWARD_HUE), (schedule.backward, _BACKWARD_HUE))):
-            for tick in range(schedule.ticks):
-                parts.append(_cell(unit_at(tick, stage), LEFT + CELL_WIDTH * tick, y + LANE_HEIGHT * row, hue, schedule.virtual_stages))
+            units = ((LEFT + CELL_WIDTH * tick, unit_at(tick, stage)) for tick in range(schedule.ticks))
+            parts += [_cell(unit, x, y + LANE_HEIGHT * row, hue, schedule.virtual_stages) for x, unit in units]
     legend = "blue: forward, red: backward; the number is the micro-batch, a darker shade a later chunk; pale: idle"
     parts.append(_words(LEFT, height - 14, legend, _MUTED, 'text-anchor="start"'))
     return "\n".join([*parts, "</svg>"]) + "\n"

@@ -11,7 +11,7 @@ from megascale_jax.errors import ConfigError, UsageError
 def test_show_prints_an_experiment_file_under_its_facts(tmp_path):
     result = CliRunner().invoke(app, ["show", "quickstart", "train.steps=77"], catch_exceptions=False)
     assert result.exit_code == 0
-    assert "# mesh:             pipe 1 x data 2 x tensor 2 = 4 devices\n" in result.stdout
+    assert "# mesh:             pipe 2 x data 2 x tensor 2 = 8 devices\n" in result.stdout
     assert "# tokens per step:  4,096 (32 rows of 128); 315,392 in all\n" in result.stdout
     file = tmp_path / "again.yaml"
     file.write_text(result.stdout, encoding="utf-8")

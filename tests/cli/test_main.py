@@ -9,7 +9,7 @@ import pytest
 from megascale_jax.cli.main import main
 
 SMALL = [
-    "model.num_layers=1",
+    "model.num_layers=2",
     "model.hidden_size=16",
     "model.num_heads=2",
     "model.mlp_size=32",
@@ -53,7 +53,7 @@ def command(monkeypatch, tmp_path, capfd):
         (["quickstart", "train.stepz=3"], "train.steps"),
         (["quickstart", "parallel.tensor=3"], "not divisible"),
         (["quickstart", "model.sequence_length=127"], "sequence_length"),
-        (["quickstart", "train.global_batch_size=33"], "32, 64"),
+        (["quickstart", "train.global_batch_size=33"], "32, 40"),
         (["quickstart", "model.window=0"], "model.window"),
         (["quickstart", "train.optimizer.beta2=1.0"], "train.optimizer.beta2"),
         (["gpt-175b"], "no NVIDIA devices here"),

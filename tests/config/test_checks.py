@@ -8,7 +8,7 @@ from megascale_jax.config.load import load_experiment
 from megascale_jax.config.schema import Experiment
 from megascale_jax.errors import ConfigError
 
-QUICKSTART = load_experiment("quickstart")
+QUICKSTART = load_experiment("quickstart", ["parallel.pipe=1", "parallel.micro_batch_size=16"])
 
 
 def changed(**values: Any) -> Experiment:
@@ -56,10 +56,22 @@ def problems(**values: Any) -> str:
             "model.num_layers 4 is not divisible by parallel.pipe * parallel.virtual_stages = 3 * 1 = 3; nearest: 3, 6",
         ),
         ({"parallel__virtual_stages": 2}, "parallel.virtual_stages 2 needs parallel.pipe > 1"),
+        ({"parallel__layers": [4]}, "parallel.layers needs parallel.pipe > 1"),
+        ({"parallel__remat": "selective"}, "parallel.remat selective needs parallel.pipe > 1"),
+        (
+            {"parallel__pipe": 2, "parallel__virtual_stages": 3},
+            "parallel.virtual_stages 3 exceeds the 2 layers of a stage (model.num_layers 4 over parallel.pipe 2); set parallel.virtual_stages=2",
+        ),
+        ({"parallel__pipe": 2, "parallel__layers": [3, 2]}, "parallel.layers doubles 1 layers"),
+        ({"parallel__pipe": 2, "model__window": [64, 64, 64, "full"]}, "model.window gives layer 1 64 and layer 3 full"),
+        (
+            {"parallel__pipe": 2, "model__sequence_length": 126},
+            "model.sequence_length 126 is not divisible by 2 * parallel.tensor = 2 * 2 = 4; nearest: 124, 128",
+        ),
         ({"system__devices_per_node": 1}, "parallel.tensor 2 leaves the node: system.devices_per_node is 1"),
         ({"system__devices_per_node": 3}, "parallel.tensor 2 leaves the node: system.devices_per_node is 3 and tensor ranks share one"),
-        ({"train__steps": 16}, "train.schedule.warmup_steps 16 is not below train.steps 16"),
-        ({"train__schedule__decay_steps": 16}, "train.schedule.warmup_steps 16 is not below train.schedule.decay_steps 16"),
+        ({"train__steps": 14}, "train.schedule.warmup_steps 14 is not below train.steps 14"),
+        ({"train__schedule__decay_steps": 14}, "train.schedule.warmup_steps 14 is not below train.schedule.decay_steps 14"),
         ({"train__data__source": None}, "train.data has neither source nor prepared"),
         ({"system__kernels__attention": "cudnn"}, "system.kernels.attention is cudnn, which needs system.platform gpu, got cpu"),
         ({"system__memory_gib": 0.001}, "one device would hold 0.0 GiB of state"),
@@ -77,6 +89,7 @@ def test_problem_is_named_with_good_values_when_fields_do_not_fit(values, messag
         {"model__head_size": 7, "model__position": "learned"},
         {"model__norm": "rmsnorm", "model__norm_bias": False},
         {"parallel__pipe": 2, "parallel__virtual_stages": 2, "train__global_batch_size": 64},
+        {"parallel__pipe": 2, "parallel__layers": [3, 1], "train__global_batch_size": 64},
         {"system__devices_per_node": 2},
         {"system__devices_per_node": 4},
         {"train__steps": 31},

@@ -77,8 +77,8 @@ def test_later_layers_win_when_the_same_key_is_set(tree):
     assert load_experiment("mine").model.num_layers == 2
     assert load_experiment("mine").model.hidden_size == load_experiment("quickstart").model.hidden_size
     assert load_experiment("mine").train.steps == 50
-    loaded = load_experiment("mine", ["train.steps=60", "model.num_layers=3", "train.steps=70"])
-    assert (loaded.train.steps, loaded.train.seed, loaded.model.num_layers) == (70, 7, 3)
+    loaded = load_experiment("mine", ["train.steps=60", "model.num_layers=4", "train.steps=70"])
+    assert (loaded.train.steps, loaded.train.seed, loaded.model.num_layers) == (70, 7, 4)
 
 
 def test_group_switch_replaces_the_file_and_keeps_the_override_when_given_in_any_order(tree):

@@ -1,4 +1,4 @@
-"""Four jax.distributed processes on this machine: killed, resumed, stopped by a signal, resumed; equal to an unbroken run."""
+"""Four jax.distributed processes, pipe 2 x data 2: killed, resumed, stopped by a signal, resumed; equal to an unbroken run."""
 
 import os
 import signal
@@ -23,7 +23,8 @@ LIMIT_S = 180
 VANISH_LIMIT_S = 10
 STEPS = 10
 OVERRIDES = [
-    "model.num_layers=1",
+    "parallel.tensor=1",
+    "model.num_layers=2",
     "model.hidden_size=16",
     "model.num_heads=2",
     "model.mlp_size=32",

@@ -35,8 +35,8 @@ def test_explicit_operator_that_cannot_run_on_the_target_is_refused():
 
 def test_operator_follows_the_target_and_not_this_host():
     gpu = SystemConfig(platform="gpu", device="H100")
-    assert select(experiment().model, gpu).attention.__module__.endswith("cudnn")
-    assert select(experiment().model, experiment().system).attention.__module__.endswith("reference")
+    assert select(experiment().model, gpu).attention.func.__module__.endswith("cudnn")
+    assert select(experiment().model, experiment().system).attention.func.__module__.endswith("reference")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,9 @@ def states():
     for mesh in [(1, 1, 1), (1, 4, 2), (2, 2, 2)]:
         pipe, data, tensor = mesh
         layers = (2, 1) if pipe == 2 else None
-        config = experiment(data, tensor, num_layers=3, window=3, parallel={"pipe": pipe, "layers": layers}, train={"global_batch_size": 16})
+        config = experiment(
+            data, tensor, num_layers=3, window=3, parallel={"pipe": pipe, "layers": layers}, train={"global_batch_size": 16}
+        )
         plan = plan_of(config)
         optimizer = make_steps(config, plan).optimizer
         made[mesh] = plan, optimizer, initial_state(plan, optimizer, 0)

@@ -1,21 +1,47 @@
-"""Attention by cuDNN through ``jax.nn``: GPU targets only; lowering fails where cuDNN or the target lacks a case."""
+"""Attention by cuDNN: GPU targets only; lowering fails where cuDNN or the target lacks a case. Compiled, never run, here.
+
+No mask of ``S x S`` is built. Rows of several documents go in as cuDNN's packed layout, the length and offset of every
+document, which needs an H100 or newer and has room for ``max_documents`` of them; with ``max_documents`` 1 a row is one
+document and plain causal. The run checks its batches against that number. `jax.nn` has neither the packed layout nor the
+backward pass apart from the forward one, hence the primitives beneath it.
+"""
+
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-from megascale_jax.kernels.attention.reference import visible_keys
 
+def attention(
+    q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segment_ids_BS: jax.Array, *, window: int | None, max_documents: int
+) -> jax.Array:
+    """Same contract as the reference; padding (segment 0) must end a row."""
 
-def attention(q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segment_ids_BS: jax.Array, *, window: int | None) -> jax.Array:
-    """Same contract as the reference; segments and window enter as one mask."""
-    seen_B1ST = visible_keys(segment_ids_BS, window)[:, None]
-    return jax.nn.dot_product_attention(q_BSHK, k_BTGK, v_BTGK, mask=seen_B1ST, implementation="cudnn")
+    @jax.custom_vjp
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return forward(q, k, v, segment_ids_BS, window=window, max_documents=max_documents)[0]
+
+    def attend_forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+        out, lse = forward(q, k, v, segment_ids_BS, window=window, max_documents=max_documents)
+        return out, (q, k, v, out, lse)
+
+    def attend_backward(residuals: Any, d_out: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        q, k, v, out, lse = residuals
+        return backward(q, k, v, segment_ids_BS, out, lse, d_out, window=window, max_documents=max_documents)
+
+    attend.defvjp(attend_forward, attend_backward)
+    return attend(q_BSHK, k_BTGK, v_BTGK)
 
 
 def forward(
-    q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segment_ids_BS: jax.Array, *, window: int | None
-) -> tuple[jax.Array, tuple[()]]:
-    """`attention`; nothing is kept, `backward` runs the forward pass again."""
-    return attention(q_BSHK, k_BTGK, v_BTGK, segment_ids_BS, window=window), ()
+    q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segment_ids_BS: jax.Array, *, window: int | None, max_documents: int
+) -> tuple[jax.Array, jax.Array]:
+    """`attention` and the log-sum-exp of every query, fp32 ``[B, H, S]``."""
+    out, lse = cudnn._dot_product_attention_fwd_p_wrapper.bind(
+        *_operands(q_BSHK, k_BTGK, v_BTGK, segment_ids_BS, max_documents), is_training=True, **_options(q_BSHK, window, max_documents)
+    )
+    return out, lse
 
 
 def backward(
@@ -24,12 +50,45 @@ def backward(
     v_BTGK: jax.Array,
     segment_ids_BS: jax.Array,
     out_BSHK: jax.Array,
-    saved: tuple[()],
+    lse_BHS: jax.Array,
     d_out_BSHK: jax.Array,
     *,
     window: int | None,
+    max_documents: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of q, k and v."""
-    del out_BSHK, saved
-    _, pull = jax.vjp(lambda q, k, v: attention(q, k, v, segment_ids_BS, window=window), q_BSHK, k_BTGK, v_BTGK)
-    return pull(d_out_BSHK)
+    """Gradients of q, k and v from the output and the log-sum-exp that `forward` gave."""
+    operands = _operands(q_BSHK, k_BTGK, v_BTGK, segment_ids_BS, max_documents)
+    gradients = cudnn._dot_product_attention_bwd_p_wrapper.bind(
+        *operands, lse_BHS, out_BSHK, d_out_BSHK, **_options(q_BSHK, window, max_documents)
+    )
+    return gradients[0], gradients[1], gradients[2]
+
+
+def _operands(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids_BS: jax.Array, max_documents: int) -> tuple[jax.Array, ...]:
+    """q, k, v, bias, lengths of q and of k, offsets of q and of k, two page tables."""
+    unused = jnp.zeros(0, q.dtype)
+    if max_documents == 1:
+        return (q, k, v, *[unused] * 7)
+    lengths, offsets = _documents(segment_ids_BS, max_documents)
+    return (q, k, v, unused, lengths, lengths, offsets, offsets, unused, unused)
+
+
+def _options(q_BSHK: jax.Array, window: int | None, max_documents: int) -> dict[str, Any]:
+    return {
+        "scale": q_BSHK.shape[-1] ** -0.5,
+        "seed": 0,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),
+        "mask_type": cudnn.MaskType.CAUSAL if max_documents == 1 else cudnn.MaskType.PADDING_CAUSAL,
+        "layout": cudnn.AttentionLayout.BTNH.value,
+        "sliding_window_length": window if window is not None and window < q_BSHK.shape[1] else None,
+    }
+
+
+def _documents(segment_ids_BS: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Length ``[B, M]`` and offset ``[B, M + 1]`` of every segment 1, 2, ... of a row; -1 where there is none."""
+    lengths_BM = (segment_ids_BS[:, :, None] == jnp.arange(1, count + 1)).sum(1, dtype=jnp.int32)
+    present_BM = lengths_BM > 0
+    ends_BM = jnp.where(present_BM, jnp.cumsum(lengths_BM, axis=1), -1)
+    offsets = jnp.concatenate([jnp.zeros_like(ends_BM[:, :1]), ends_BM], axis=1)
+    return jnp.where(present_BM, lengths_BM, -1), offsets

@@ -70,7 +70,8 @@ def _forward(logits_BSV, targets_BS, vocab_offset, vocab_size, vocab_axes):
 
 
 def _backward_rule(vocab_size, vocab_axes, residuals, gradient_BS):
-    return logits_gradient(*residuals, vocab_size, gradient_BS), None, None
+    logits_BSV, log_total_BS, targets_BS, vocab_offset = residuals
+    return logits_gradient(logits_BSV, log_total_BS, targets_BS, vocab_offset, vocab_size, gradient_BS), None, None
 
 
 cross_entropy.defvjp(_forward, _backward_rule)

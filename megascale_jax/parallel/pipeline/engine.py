@@ -38,7 +38,8 @@ def run_phases(plan: TickPlan, execute: Execute, values: Mapping[str, Any], outp
         return known[name]
 
     def run(operation: Operation) -> None:
-        results = execute(operation, tuple(value_of(name) for name in operation.reads))
+        with jax.named_scope(operation.name):
+            results = execute(operation, tuple(value_of(name) for name in operation.reads))
         known.update(zip(operation.writes, results, strict=True))
 
     def run_sinks() -> None:
@@ -53,7 +54,8 @@ def run_phases(plan: TickPlan, execute: Execute, values: Mapping[str, Any], outp
         token, read = jax.lax.optimization_barrier((token, read))
         written: dict[str, Any] = {}
         for operation in chosen:
-            results = execute(operation, tuple(read[name] for name in operation.reads))
+            with jax.named_scope(operation.name):
+                results = execute(operation, tuple(read[name] for name in operation.reads))
             written.update(zip(operation.writes, results, strict=True))
         token, written = jax.lax.optimization_barrier((token, written))
         known.update(written)

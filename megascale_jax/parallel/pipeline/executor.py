@@ -150,7 +150,8 @@ class Pipeline:
             carry = self._run_loop(loop, self.plan, make, carry, rows)
         tick = make(rows[-1], carry["held"])
         operations = late_operations(embed_backward=True)
-        run_phases(plan_phases(operations, self.axis_sizes), tick.execute, _late_values(carry), ())
+        with jax.named_scope("drain"):
+            run_phases(plan_phases(operations, self.axis_sizes), tick.execute, _late_values(carry), ())
         return tick.loss, self._without_pads(tick.gradients)
 
     def _chunks(self, *, recomputes: bool) -> Chunks:
@@ -160,9 +161,10 @@ class Pipeline:
     def _filled(self, tick: Tick, like: jax.ShapeDtypeStruct) -> Carry:
         """The carry before the first tick: its input is there, nothing is late."""
         plan = plan_phases(fill_operations(), self.axis_sizes)
-        first = run_phases(plan, tick.execute, {}, ("next.x", "next.N"))
+        with jax.named_scope("fill"):
+            first = run_phases(plan, tick.execute, {}, ("next.x", "next.N"))
         zero = jnp.zeros(like.shape, like.dtype)
-        late = {name: zero for name in ("g", "x")} | {name: jnp.zeros_like(first["next.N"]) for name in ("dN", "G", "N")}
+        late = dict.fromkeys(("g", "x"), zero) | {name: jnp.zeros_like(first["next.N"]) for name in ("dN", "G", "N")}
         held = tick.held
         if held["gradients"]:
             branch = self.branches[0]
@@ -198,7 +200,8 @@ class Pipeline:
             *(("E.x",) if kind.embed and kind.forward else ()),
             *((f"left.{name}" for name in LATE) if kind.backward else ()),
         ]
-        result = run_phases(plan, tick.execute, values, wanted)
+        with jax.named_scope(kind.part):
+            result = run_phases(plan, tick.execute, values, wanted)
         after = dict(carry) | {"held": tick.held}
         if kind.forward:
             after |= {"x": result["next.x"], "N": result["next.N"], "last": result[output], "wait": result.get("E.x", carry["wait"])}
@@ -209,14 +212,14 @@ class Pipeline:
     def _empty_stash(self, slots: int, weights: Mapping[str, Any], batch: Batch, like: jax.ShapeDtypeStruct) -> dict[int, Any]:
         """Zeros for what `Tick.store` keeps; ``slots`` is one more than the schedule's: idle ticks write there."""
         whole = (like.shape[0], batch["tokens"].shape[2])
-        rows = Rows(*(jax.ShapeDtypeStruct(whole, jnp.int32) for _ in range(2)))
+        ids = jax.ShapeDtypeStruct(whole, jnp.int32)
         stash: dict[int, Any] = {}
         for number, branch in enumerate(self.branches[:1] if self.remat == "full" else self.branches):
             kept: dict[str, Any] = {"x": like}
             if self.remat != "full":
                 kept["y"] = jax.ShapeDtypeStruct((*whole, weights["layers"][branch.w_in].shape[-1]), like.dtype)
             if self.remat == "none":
-                kept["saved"] = jax.eval_shape(branch.middle_forward, kept["y"], rows)[1]
+                kept["saved"] = jax.eval_shape(lambda y, p, s, b=branch: b.middle_forward(y, Rows(p, s))[1], kept["y"], ids, ids)
             stash[number] = jax.tree.map(lambda leaf: jnp.zeros((slots, *leaf.shape), leaf.dtype), kept)
         return stash
 

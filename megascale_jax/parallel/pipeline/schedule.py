@@ -54,6 +54,11 @@ class TickKind:
         return TickKind(**{flag: getattr(self, flag) or getattr(other, flag) for flag in flags})
 
     @property
+    def part(self) -> str:
+        """Part of the step: warmup, steady or cooldown."""
+        return {(True, False): "warmup", (True, True): "steady", (False, True): "cooldown"}[self.forward, self.backward]
+
+    @property
     def ends(self) -> bool:
         """Whether the vocabulary has work."""
         return self.embed or self.head or self.embed_backward
@@ -263,10 +268,8 @@ def training_loops(schedule: Schedule) -> tuple[Loop, ...]:
 def forward_loops(schedule: Schedule) -> tuple[Loop, ...]:
     """The ticks of a forward pass alone, for evaluation: the head in the tick of its forward slot."""
     assert schedule.backward_delay == 0, "an evaluation has no backward slot to delay"
-    kinds = []
-    for tick in range(schedule.units + schedule.pipe - 1):
-        kinds.append(TickKind(True, False, schedule.entering(tick) is not None, schedule.at_head(tick) is not None))
-    return _fold(kinds)
+    ticks = range(schedule.units + schedule.pipe - 1)
+    return _fold([TickKind(True, False, schedule.entering(tick) is not None, schedule.at_head(tick) is not None) for tick in ticks])
 
 
 def _fold(kinds: Sequence[TickKind]) -> tuple[Loop, ...]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from megascale_jax import axes
 from megascale_jax.kernels.loss.reference import IGNORE
-from megascale_jax.model.branch import Branch, Rows, dropout
+from megascale_jax.model.branch import Branch, Rows
 from megascale_jax.model.transformer import Transformer
 from megascale_jax.parallel.pipeline.operations import Operation
 from megascale_jax.parallel.pipeline.table import COLUMNS
@@ -411,7 +411,7 @@ _METHODS: Mapping[str, Callable[..., Any]] = {
     **{f"{slot}.scatter": lambda tick, place, number, x: tick.scatter(x) for slot in "FRBL"},
     **{f"{slot}.gather": Tick.gather for slot in "PHD"},
     **{f"{slot}.scatter": Tick.scatter for slot in "EH"},
-    **{name: Tick.sum_over_stages for name in ("E.sum", "H.spread", "H.sum", "D.spread")},
+    **dict.fromkeys(("E.sum", "H.spread", "H.sum", "D.spread"), Tick.sum_over_stages),
     "P.send_y": Tick.send_output,
     "P.send_g": Tick.send_gradient,
     "P.input": Tick.next_input,

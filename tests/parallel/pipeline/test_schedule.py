@@ -77,7 +77,10 @@ def test_one_tick_of_delay_costs_a_slot_and_no_time():
     assert delayed.bubble == prompt.bubble == pytest.approx(7 / 192)
 
 
-@pytest.mark.parametrize(("sizes", "message"), [((4, 1, 6), r"6 micro-batches do not divide over 4 .*4, 8"), ((4, 1, 2), "nearest: 4"), ((0, 1, 1), "at least 1")])
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [((4, 1, 6), r"6 micro-batches do not divide over 4 .*4, 8"), ((4, 1, 2), "nearest: 4"), ((0, 1, 1), "at least 1")],
+)
 def test_impossible_sizes_are_refused(sizes, message):
     with pytest.raises(ConfigError, match=message):
         Schedule(*sizes)

@@ -1,0 +1,189 @@
+"""How much of a compiled program's communication is hidden, by walking its schedule. No JAX.
+
+One compute stream runs kernels in the order of the schedule. The start of a collective puts its transfer into the queue of
+its communication stream; a stream works on its oldest transfer, and transfers of several streams on one link share that
+link. A done waits for its transfer; the wait is *exposed*. A synchronous collective is exposed whole. So a collective is
+hidden only by compute between its own start and done, and one second of compute hides one second on one link, once.
+
+Two clocks: *strict* gives time to GEMMs and attention only, *all* to every kernel. A loop's body counts trip-count times,
+each trip from empty queues.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from megascale_jax import axes
+from megascale_jax.aot.cost import COLLECTIVES, Collective, CostModel, Kernel
+from megascale_jax.aot.hlo import Computation, Instruction, trip_count
+
+Streams = Mapping[str, int]
+"""Communication stream of each collective, by the name of its start; what is missing is on stream 0."""
+
+
+@dataclass(frozen=True)
+class CollectiveRecord:
+    """One collective of the schedule, as often as its loops run it; seconds are of one run."""
+
+    name: str
+    scope: str
+    cost: Collective
+    exposed_s: float
+    is_sync: bool
+    gemms_beside: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A walk of one computation. ``compute_s`` without waits, ``exposed_s`` the waits, by scope of their collective."""
+
+    compute_s: float
+    exposed_s: float
+    seconds_of: Mapping[str, float]
+    flops: float
+    collectives: tuple[CollectiveRecord, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Length of the walk."""
+        return self.compute_s + self.exposed_s
+
+    def repeated(self, count: int) -> "Timeline":
+        """The same, ``count`` times in a row."""
+        records = tuple(replace(record, count=record.count * count) for record in self.collectives)
+        parts = {kind: seconds * count for kind, seconds in self.seconds_of.items()}
+        return Timeline(self.compute_s * count, self.exposed_s * count, parts, self.flops * count, records)
+
+
+def hidden_fraction(records: list[CollectiveRecord] | tuple[CollectiveRecord, ...]) -> float:
+    """1 - exposed / all collective seconds; 1 without collectives."""
+    total = sum(record.cost.seconds * record.count for record in records)
+    return 1.0 - sum(record.exposed_s * record.count for record in records) / total if total else 1.0
+
+
+def walk(model: CostModel, streams: Streams, *, strict: bool) -> Timeline:
+    """The whole module."""
+    return _Walk(model, streams, strict).computation(model.module.entry)
+
+
+@dataclass
+class _Transfer:
+    name: str
+    link: str
+    remaining_s: float
+
+
+@dataclass
+class _Queues:
+    """Communication streams and what is left of their transfers."""
+
+    streams: dict[int, list[_Transfer]] = field(default_factory=lambda: defaultdict(list))
+
+    def start(self, stream: int, transfer: _Transfer) -> None:
+        self.streams[stream].append(transfer)
+
+    def advance(self, seconds: float, until: str | None = None) -> float:
+        """Let time pass; stop early when transfer ``until`` is done. The time that passed."""
+        passed = 0.0
+        while passed < seconds and (until is None or self._pending(until)):
+            heads = [queue[0] for queue in self.streams.values() if queue]
+            if not heads:
+                return passed if until is not None else seconds
+            sharing = {link: sum(head.link == link for head in heads) for link in {head.link for head in heads}}
+            first_s = min(head.remaining_s * sharing[head.link] for head in heads)
+            step_s = min(first_s, seconds - passed)
+            for head in heads:
+                head.remaining_s -= step_s / sharing[head.link]
+            for queue in self.streams.values():
+                if queue and queue[0].remaining_s <= 1e-15:
+                    queue.pop(0)
+            passed += step_s
+        return passed
+
+    def _pending(self, name: str) -> bool:
+        return any(transfer.name == name for queue in self.streams.values() for transfer in queue)
+
+
+class _Walk:
+    def __init__(self, model: CostModel, streams: Streams, strict: bool):
+        self.model, self.streams, self.strict = model, streams, strict
+
+    def computation(self, computation: Computation) -> Timeline:
+        queues, seconds_of = _Queues(), defaultdict(float)
+        exposed: dict[str, float] = defaultdict(float)
+        costs: dict[str, tuple[Instruction, Collective]] = {}
+        beside: dict[str, int] = {}
+        open_starts: set[str] = set()
+        inner: list[CollectiveRecord] = []
+        flops = inner_exposed = 0.0
+        for instruction in computation.instructions:
+            kind = instruction.opcode.removesuffix("-start").removesuffix("-done")
+            if kind in COLLECTIVES:
+                self._collective(instruction, computation, queues, costs, exposed, beside, open_starts)
+            elif instruction.opcode == "while":
+                body = self.model.module.computations[instruction.reference("body") or ""]
+                loop = self.computation(body).repeated(trip_count(instruction))
+                for name, seconds in loop.seconds_of.items():
+                    seconds_of[name] += seconds
+                inner += loop.collectives
+                inner_exposed += loop.exposed_s
+                flops += loop.flops
+            else:
+                kernel = self.model.kernel(instruction, computation)
+                flops += kernel.flops
+                if kernel.kind in ("gemm", "attention"):
+                    for name in open_starts:
+                        beside[name] += 1
+                seconds = self._seconds(kernel)
+                seconds_of[kernel.kind] += seconds
+                queues.advance(seconds)
+        own = [
+            CollectiveRecord(name, scope_of(start), cost, exposed[name], _is_sync(start), beside.get(name, 0), 1)
+            for name, (start, cost) in costs.items()
+        ]
+        return Timeline(sum(seconds_of.values()), inner_exposed + sum(exposed.values()), dict(seconds_of), flops, (*own, *inner))
+
+    def _collective(self, instruction, computation, queues, costs, exposed, beside, open_starts) -> None:
+        name = instruction.name
+        if instruction.opcode.endswith("-done"):
+            start = instruction.operands[0]
+            exposed[start] += queues.advance(float("inf"), until=start)
+            open_starts.discard(start)
+            return
+        cost = self.model.collective(instruction, computation)
+        costs[name], beside[name] = (instruction, cost), 0
+        queues.start(self.streams.get(name, 0), _Transfer(name, _link(cost), cost.seconds))
+        if instruction.opcode.endswith("-start") and not _is_sync(instruction):
+            open_starts.add(name)
+        elif not instruction.opcode.endswith("-start"):
+            exposed[name] += queues.advance(float("inf"), until=name)
+
+    def _seconds(self, kernel: Kernel) -> float:
+        return 0.0 if self.strict and kernel.kind == "memory" else kernel.seconds
+
+
+def scope_of(instruction: Instruction) -> str:
+    """The innermost named part of the step that an instruction belongs to, such as ``steady/B1.gather``; empty outside."""
+    found = instruction.text("op_name") or ""
+    words = found.split("/")
+    part = next((word for word in words if word in PARTS), "")
+    operation = next((word for word in words if len(word) > 2 and word[0] in "FRBLEHDP" and "." in word), "")
+    return "/".join(word for word in (part, operation) if word)
+
+
+PARTS = ("fill", "warmup", "steady", "cooldown", "drain")
+"""Named parts of a pipelined step, in order."""
+
+
+def records_of(records: tuple[CollectiveRecord, ...], part: str) -> Iterator[CollectiveRecord]:
+    """Those of one part; ``""``: outside all of them."""
+    return (record for record in records if record.scope.split("/")[0] == part or (not part and not record.scope))
+
+
+def _link(cost: Collective) -> str:
+    return axes.TENSOR if cost.axis == axes.TENSOR else "network"
+
+
+def _is_sync(start: Instruction) -> bool:
+    return not start.opcode.endswith("-start") or '"is_sync":true' in start.attributes

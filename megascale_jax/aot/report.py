@@ -1,0 +1,140 @@
+"""What a compiled step says: does it fit, how long would it take, how much of its communication is hidden. No JAX.
+
+All times are estimates of `cost.py` over the scheduled program; nothing has run. Hidden fractions are strict (only GEMMs
+and attention hide), step time and MFU count every kernel. MFU counts model FLOPs over causal keys; nothing recomputed,
+masked or idle.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megascale_jax import axes
+from megascale_jax.aot.cost import CostModel
+from megascale_jax.aot.hlo import Module
+from megascale_jax.aot.overlap import PARTS, CollectiveRecord, Timeline, hidden_fraction, walk
+from megascale_jax.config.schema import Experiment, RatesConfig
+from megascale_jax.model.flops import flops_per_row
+
+FITS = 0.9
+"""Share of a device's memory that a program may use: the rest is for libraries and their workspaces."""
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """The report of one compiled step; seconds and bytes of one device."""
+
+    experiment: str
+    target: str
+    devices: int
+    compile_s: float
+    peak_bytes: int
+    device_bytes: int
+    largest_buffers: tuple[str, ...]
+    modelled_step_s: float
+    modelled_mfu: float
+    executed_over_model_flops: float
+    tick_over_gemm: float | None
+    hidden_fraction: Mapping[str, float]
+    seconds_of: Mapping[str, float]
+    exposed_s: float
+    collectives: tuple[Mapping[str, Any], ...]
+    sync_collectives: tuple[str, ...]
+    uncovered_collectives: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the program leaves room on the device."""
+        return self.peak_bytes <= FITS * self.device_bytes
+
+    def as_data(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return asdict(self) | {"fits": self.fits}
+
+
+def make_report(
+    experiment: Experiment, target: str, device_bytes: int, module: Module, streams: Mapping[str, int], result: Mapping[str, Any]
+) -> CompileReport:
+    """Judge a compiled module. ``result`` is the worker's."""
+    parallel, system = experiment.parallel, experiment.system
+    assert system.rates is not None and system.peak_tflops is not None, "checked before the compile"
+    mesh = {axes.PIPE: parallel.pipe, axes.DATA: parallel.data, axes.TENSOR: parallel.tensor}
+    model = CostModel(module, system.rates, mesh)
+    strict, everything = walk(model, streams, strict=True), walk(model, streams, strict=False)
+    devices = parallel.pipe * parallel.data * parallel.tensor
+    model_flops = flops_per_row(experiment.model, "causal") * experiment.train.global_batch_size / devices
+    return CompileReport(
+        experiment=experiment.name,
+        target=target,
+        devices=devices,
+        compile_s=result["compile_s"],
+        peak_bytes=result["peak_bytes"],
+        device_bytes=device_bytes,
+        largest_buffers=tuple(result["largest_buffers"]),
+        modelled_step_s=everything.seconds,
+        modelled_mfu=model_flops / (everything.seconds * system.peak_tflops * 1e12),
+        executed_over_model_flops=everything.flops / model_flops,
+        tick_over_gemm=_tick_over_gemm(model, streams),
+        hidden_fraction=_fractions(strict),
+        seconds_of={**everything.seconds_of},
+        exposed_s=everything.exposed_s,
+        collectives=tuple(_groups(strict)),
+        sync_collectives=tuple(sorted({_label(record) for record in strict.collectives if record.is_sync})),
+        uncovered_collectives=tuple(
+            sorted(
+                {_label(record) for record in strict.collectives if record.scope.split("/")[0] in PARTS[1:4] and not record.gemms_beside}
+            )
+        ),
+    )
+
+
+def scaled(rates: RatesConfig, links: float) -> RatesConfig:
+    """The same rates with both links times a factor."""
+    return rates.model_copy(update={"tensor_gbps": rates.tensor_gbps * links, "network_gbps": rates.network_gbps * links})
+
+
+def _fractions(timeline: Timeline) -> dict[str, float]:
+    parts = {part: [r for r in timeline.collectives if r.scope.split("/")[0] == part] for part in ("steady", "warmup", "cooldown")}
+    return {part: hidden_fraction(records) for part, records in parts.items()} | {"whole": hidden_fraction(timeline.collectives)}
+
+
+def _groups(timeline: Timeline) -> list[dict[str, Any]]:
+    """Collectives by part of the step, mesh axis and kind."""
+    groups: dict[tuple[str, str, str], list[CollectiveRecord]] = defaultdict(list)
+    for record in timeline.collectives:
+        groups[record.scope.split("/")[0] or "outside", record.cost.axis, record.cost.opcode].append(record)
+    order = {part: index for index, part in enumerate(("fill", "warmup", "steady", "cooldown", "drain", "outside"))}
+    return [
+        {
+            "part": part,
+            "axis": axis,
+            "kind": kind,
+            "count": sum(record.count for record in records),
+            "bytes": sum(record.cost.bytes * record.count for record in records),
+            "seconds": sum(record.cost.seconds * record.count for record in records),
+            "hidden_seconds": sum((record.cost.seconds - record.exposed_s) * record.count for record in records),
+        }
+        for (part, axis, kind), records in sorted(groups.items(), key=lambda item: (order.get(item[0][0], 9), item[0]))
+    ]
+
+
+def _tick_over_gemm(model: CostModel, streams: Mapping[str, int]) -> float | None:
+    """All kernels of the longest-running steady loop body over its GEMMs and attention."""
+    best: tuple[float, float] | None = None
+    for computation in model.module.computations.values():
+        if not any("/steady/" in (i.text("op_name") or "") and "F0.in" in (i.text("op_name") or "") for i in computation.instructions):
+            continue
+        seconds: dict[str, float] = defaultdict(float)
+        for instruction in computation.instructions:
+            if instruction.opcode != "while":
+                kernel = model.kernel(instruction, computation)
+                seconds[kernel.kind] += kernel.seconds
+        heavy = seconds["gemm"] + seconds["attention"]
+        if heavy and (best is None or heavy < best[0]):
+            best = (heavy, sum(seconds.values()))
+    return best[1] / best[0] if best else None
+
+
+def _label(record: CollectiveRecord) -> str:
+    return f"{record.scope or 'outside'} {record.cost.opcode} over {record.cost.axis}"

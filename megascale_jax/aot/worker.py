@@ -1,0 +1,87 @@
+"""Compiles the step of an experiment for GPUs that are not there, in a process of its own: XLA may abort, not raise.
+
+``python -m megascale_jax.aot.worker FOLDER`` reads ``request.json`` (``experiment``, ``target``, ``nodes``) in the folder and
+leaves there ``module.hlo`` (the scheduled program), ``streams.json`` (communication stream of each collective) and
+``result.json`` (seconds and bytes). Run with ``JAX_PLATFORMS=cpu``.
+"""
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from megascale_jax.aot.topology import TARGETS, absent_devices
+from megascale_jax.config.schema import Experiment
+from megascale_jax.parallel.plan import BATCH_PARTITION, VOTE_PARTITION, Plan, make_plan
+from megascale_jax.train.state import abstract_state
+from megascale_jax.train.step import BATCH_KEYS, make_steps
+
+COMPILER_OPTIONS: dict[str, Any] = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,  # off by default below sm_90
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 2,  # a tensor and a pipe transfer in one phase
+    "xla_gpu_experimental_enable_collective_multi_streaming": True,  # or both would queue on one stream
+    "xla_gpu_autotune_level": 0,  # there is nothing to time kernels on
+}
+_STREAM = re.compile(r"^\s*(\d+): kAsyncStart.*stream=communication_stream\[(\d+)\]", re.MULTILINE)
+_ANNOTATION = re.compile(r'profile_annotation: "([^"]+)"\s+thunk_id: (\d+)')
+
+
+def main(folder: Path) -> None:
+    """Serve one request."""
+    request = json.loads((folder / "request.json").read_text())
+    experiment = Experiment.model_validate(request["experiment"], strict=False)
+    devices = absent_devices(TARGETS[request["target"]], request["nodes"])
+    began_s = time.perf_counter()
+    lowered = lower_step(experiment, make_plan(experiment, devices))
+    lowered_s = time.perf_counter() - began_s
+    dump = folder / "dump"
+    compiled = lowered.compile(compiler_options=COMPILER_OPTIONS | {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True})
+    compiled_s = time.perf_counter() - began_s - lowered_s
+    (folder / "module.hlo").write_text(compiled.as_text())
+    (folder / "streams.json").write_text(json.dumps(_streams(dump)))
+    memory = compiled.memory_analysis()
+    result = {
+        "lower_s": lowered_s,
+        "compile_s": compiled_s,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "peak_bytes": memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes,
+        "largest_buffers": _largest_buffers(dump),
+    }
+    (folder / "result.json").write_text(json.dumps(result))
+
+
+def lower_step(experiment: Experiment, plan: Plan) -> jax.stages.Lowered:
+    """The run's own step on abstract arrays of the plan's mesh."""
+    steps = make_steps(experiment, plan)
+    rows = experiment.parallel.data * experiment.parallel.micro_batch_size
+    shape = (experiment.num_micro_batches, rows, experiment.model.sequence_length)
+    batch = {key: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=plan.sharding(BATCH_PARTITION)) for key in BATCH_KEYS}
+    votes = jax.ShapeDtypeStruct((plan.mesh.size,), jnp.int32, sharding=plan.sharding(VOTE_PARTITION))
+    return steps.train.lower(abstract_state(plan, steps.optimizer), batch, votes)
+
+
+def _streams(dump: Path) -> dict[str, int]:
+    """Stream of each collective by its scheduling name, from the runtime's own list of thunks."""
+    sequence, metadata = _one(dump, "*thunk_sequence_after_thunk_passes.txt"), _one(dump, "*thunk_metadata.txt")
+    names = {int(number): name for name, number in _ANNOTATION.findall(metadata)}
+    return {names[int(number)]: int(stream) for number, stream in _STREAM.findall(sequence) if int(number) in names}
+
+
+def _largest_buffers(dump: Path, count: int = 8) -> list[str]:
+    """Lines of XLA's memory report that name the largest buffers."""
+    lines = [line.strip() for line in _one(dump, "*memory-usage-report.txt").splitlines()]
+    return [line for line in lines if re.search(r"\d(GiB|MiB)", line)][:count]
+
+
+def _one(folder: Path, pattern: str) -> str:
+    return next(iter(sorted(folder.glob(pattern)))).read_text()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
