@@ -6,6 +6,7 @@
     |   +-- DataError         a corpus, a tokenizer or a prepared data folder
     |   +-- RunFolderError    a run folder that belongs to another run, or is none
     +-- CheckpointError       a checkpoint that is missing, damaged or of another model
+    +-- CompileError          the compiler for absent GPUs gave up; exit code 1
 
 Catch as wide as needed. A message says what was got, what was expected, and what to do about it.
 """
@@ -33,3 +34,7 @@ class RunFolderError(UsageError):
 
 class CheckpointError(MegascaleError):
     """A checkpoint is missing, damaged or belongs to another model."""
+
+
+class CompileError(MegascaleError):
+    """The compiler for absent GPUs aborted or ran out of time. The command line exits with code 1."""

@@ -52,7 +52,8 @@ class CostModel:
 
     def kernel(self, instruction: Instruction, computation: Computation) -> Kernel:
         """Cost of an instruction that is neither a collective nor a loop."""
-        if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
+        is_collective = instruction.opcode.removesuffix("-start") in COLLECTIVES
+        if instruction.opcode in _FREE or instruction.opcode.endswith("-done") or is_collective:
             return Kernel("free", 0, 0, 0)
         target = instruction.text("custom_call_target") or ""
         size = self._bytes(instruction, computation)

@@ -9,13 +9,13 @@ Two clocks: *strict* gives time to GEMMs and attention only, *all* to every kern
 each trip from empty queues.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from megascale_jax import axes
 from megascale_jax.aot.cost import COLLECTIVES, Collective, CostModel, Kernel
-from megascale_jax.aot.hlo import Computation, Instruction, trip_count
+from megascale_jax.aot.hlo import Computation, Instruction, Module, trip_count
 
 Streams = Mapping[str, int]
 """Communication stream of each collective, by the name of its start; what is missing is on stream 0."""
@@ -168,8 +168,24 @@ def scope_of(instruction: Instruction) -> str:
     found = instruction.text("op_name") or ""
     words = found.split("/")
     part = next((word for word in words if word in PARTS), "")
-    operation = next((word for word in words if len(word) > 2 and word[0] in "FRBLEHDP" and "." in word), "")
+    operation = next((word for word in reversed(words) if len(word) > 2 and word[0] in "FRBLEHDP" and "." in word), "")
     return "/".join(word for word in (part, operation) if word)
+
+
+def loop_bodies(module: Module, computation: Computation, count: int = 1) -> Iterator[tuple[Computation, int]]:
+    """Every loop body below a computation, outer ones too, and how often it runs."""
+    for instruction in computation.instructions:
+        if instruction.opcode == "while":
+            body = module.computations[instruction.reference("body") or ""]
+            trips = count * trip_count(instruction)
+            yield body, trips
+            yield from loop_bodies(module, body, trips)
+
+
+def part_of(body: Computation) -> str:
+    """The named part of the step that most of a body's instructions belong to; empty for none."""
+    found = Counter(scope.split("/")[0] for i in body.instructions if (scope := scope_of(i)))
+    return found.most_common(1)[0][0] if found else ""
 
 
 PARTS = ("fill", "warmup", "steady", "cooldown", "drain")

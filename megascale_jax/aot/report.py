@@ -13,7 +13,7 @@ from typing import Any
 from megascale_jax import axes
 from megascale_jax.aot.cost import CostModel
 from megascale_jax.aot.hlo import Module
-from megascale_jax.aot.overlap import PARTS, CollectiveRecord, Timeline, hidden_fraction, walk
+from megascale_jax.aot.overlap import PARTS, CollectiveRecord, Timeline, hidden_fraction, loop_bodies, part_of, walk
 from megascale_jax.config.schema import Experiment, RatesConfig
 from megascale_jax.model.flops import flops_per_row
 
@@ -75,7 +75,7 @@ def make_report(
         modelled_step_s=everything.seconds,
         modelled_mfu=model_flops / (everything.seconds * system.peak_tflops * 1e12),
         executed_over_model_flops=everything.flops / model_flops,
-        tick_over_gemm=_tick_over_gemm(model, streams),
+        tick_over_gemm=_tick_over_gemm(model),
         hidden_fraction=_fractions(strict),
         seconds_of={**everything.seconds_of},
         exposed_s=everything.exposed_s,
@@ -119,21 +119,18 @@ def _groups(timeline: Timeline) -> list[dict[str, Any]]:
     ]
 
 
-def _tick_over_gemm(model: CostModel, streams: Mapping[str, int]) -> float | None:
-    """All kernels of the longest-running steady loop body over its GEMMs and attention."""
-    best: tuple[float, float] | None = None
-    for computation in model.module.computations.values():
-        if not any("/steady/" in (i.text("op_name") or "") and "F0.in" in (i.text("op_name") or "") for i in computation.instructions):
+def _tick_over_gemm(model: CostModel) -> float | None:
+    """All kernels over GEMMs and attention in the bodies of the steady loops, each as often as it runs."""
+    seconds: dict[str, float] = defaultdict(float)
+    for body, count in loop_bodies(model.module, model.module.entry):
+        if part_of(body) != "steady":
             continue
-        seconds: dict[str, float] = defaultdict(float)
-        for instruction in computation.instructions:
+        for instruction in body.instructions:
             if instruction.opcode != "while":
-                kernel = model.kernel(instruction, computation)
-                seconds[kernel.kind] += kernel.seconds
-        heavy = seconds["gemm"] + seconds["attention"]
-        if heavy and (best is None or heavy < best[0]):
-            best = (heavy, sum(seconds.values()))
-    return best[1] / best[0] if best else None
+                kernel = model.kernel(instruction, body)
+                seconds[kernel.kind] += kernel.seconds * count
+    heavy = seconds["gemm"] + seconds["attention"]
+    return sum(seconds.values()) / heavy if heavy else None
 
 
 def _label(record: CollectiveRecord) -> str:

@@ -15,7 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from megascale_jax.aot.topology import TARGETS, absent_devices
+from megascale_jax.aot.targets import TARGETS
+from megascale_jax.aot.topology import absent_devices
 from megascale_jax.config.schema import Experiment
 from megascale_jax.parallel.plan import BATCH_PARTITION, VOTE_PARTITION, Plan, make_plan
 from megascale_jax.train.state import abstract_state
@@ -42,9 +43,10 @@ def main(folder: Path) -> None:
     dump = folder / "dump"
     compiled = lowered.compile(compiler_options=COMPILER_OPTIONS | {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True})
     compiled_s = time.perf_counter() - began_s - lowered_s
-    (folder / "module.hlo").write_text(compiled.as_text())
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None and memory is not None, "XLA gave no text or no memory analysis"
+    (folder / "module.hlo").write_text(text)
     (folder / "streams.json").write_text(json.dumps(_streams(dump)))
-    memory = compiled.memory_analysis()
     result = {
         "lower_s": lowered_s,
         "compile_s": compiled_s,

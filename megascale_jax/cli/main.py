@@ -8,8 +8,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from megascale_jax.cli import compare, config, data, sample, schedule, train
-from megascale_jax.errors import CheckpointError, UsageError
+from megascale_jax.cli import compare, compile, config, data, sample, schedule, train
+from megascale_jax.errors import CheckpointError, CompileError, UsageError
 
 app = typer.Typer(
     name="megascale",
@@ -29,6 +29,7 @@ app.command("train")(train.train)
 app.command("sample")(sample.sample)
 app.command("compare")(compare.compare)
 app.command("schedule")(schedule.schedule)
+app.command("compile")(compile.compile_step)
 app.add_typer(data.app, name="data")
 app.add_typer(config.app, name="config")
 
@@ -44,6 +45,9 @@ def main() -> None:
     except (UsageError, CheckpointError) as error:
         Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), str(error)))
         sys.exit(2)
+    except CompileError as error:
+        Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), str(error)))
+        sys.exit(1)
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted")
         sys.exit(130)

@@ -60,7 +60,8 @@ def problems(**values: Any) -> str:
         ({"parallel__remat": "selective"}, "parallel.remat selective needs parallel.pipe > 1"),
         (
             {"parallel__pipe": 2, "parallel__virtual_stages": 3},
-            "parallel.virtual_stages 3 exceeds the 2 layers of a stage (model.num_layers 4 over parallel.pipe 2); set parallel.virtual_stages=2",
+            "parallel.virtual_stages 3 exceeds the 2 layers of a stage (model.num_layers 4 over parallel.pipe 2); "
+            "set parallel.virtual_stages=2",
         ),
         ({"parallel__pipe": 2, "parallel__layers": [3, 2]}, "parallel.layers doubles 1 layers"),
         ({"parallel__pipe": 2, "model__window": [64, 64, 64, "full"]}, "model.window gives layer 1 64 and layer 3 full"),

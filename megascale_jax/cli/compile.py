@@ -1,0 +1,151 @@
+"""`megascale compile`: the run's own step, compiled for GPUs that are not there, and what its schedule says."""
+
+import tempfile
+from pathlib import Path
+from shutil import copyfile
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megascale_jax.aot.compile import check_compile, compile_experiment
+from megascale_jax.aot.report import CompileReport
+from megascale_jax.aot.targets import TARGETS
+from megascale_jax.config.load import load_experiment
+from megascale_jax.config.schema import Experiment
+from megascale_jax.errors import ConfigError, UsageError
+from megascale_jax.observe.report import check_json_path, check_output_path, write_json
+
+GIB = 2**30
+
+
+def compile_step(
+    experiment: Annotated[str, typer.Argument(help="name of an experiment, or a YAML file", show_default=False)],
+    overrides: Annotated[list[str] | None, typer.Argument(help="changes, such as parallel.remat=full", show_default=False)] = None,
+    target: Annotated[
+        str | None, typer.Option(help="h100, h200, b200 or a100; default: the experiment's system", show_default=False)
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(help="nodes; sets the data axis", min=1, show_default=False)] = None,
+    compare: Annotated[
+        str | None, typer.Option(help="overrides of a second plan to put beside: 'parallel.remat=full'", show_default=False)
+    ] = None,
+    keep_hlo: Annotated[Path | None, typer.Option(help="write the scheduled program to this file", show_default=False)] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="also write the report to this file", show_default=False)] = None,
+) -> None:
+    """Compile the step for GPUs that are not there: does it fit, how long would it take, what is hidden.
+
+    Needs no GPU, but the compiler parts of `make aot`. All times are estimates from the scheduled program. Exit code 1 when
+    the plan does not fit into the device's memory.
+    """
+    check_json_path(json)
+    check_output_path(keep_hlo, "--keep-hlo")
+    plans = [resolve(experiment, overrides or [], target, nodes)]
+    if compare is not None:
+        plans.append(resolve(experiment, [*(overrides or []), *compare.split()], target, nodes))
+    for plan in plans:
+        check_compile(plan)
+    console, reports = Console(), []
+    for plan in plans:
+        with tempfile.TemporaryDirectory() as place, console.status(f"compiling {plan.name} for {_devices(plan):,} {plan.system.device}"):
+            reports.append(compile_experiment(plan, target_of(plan), Path(place)))
+            if keep_hlo is not None and len(reports) == 1:
+                copyfile(Path(place) / "module.hlo", keep_hlo)
+    _show(console, reports)
+    if json is not None:
+        data = [report.as_data() for report in reports]
+        write_json(json, data[0] if compare is None else {"plan": data[0], "other": data[1]})
+    for report in reports:
+        if not report.fits:
+            console.print(Text(_advice(report), style="red"), soft_wrap=True)
+            raise typer.Exit(1)
+
+
+def resolve(experiment: str, overrides: list[str], target: str | None, nodes: int | None) -> Experiment:
+    """The experiment on its target, with the data axis that fills the nodes. Raises UsageError where it does not."""
+    changes = list(overrides)
+    if target is not None:
+        if target not in TARGETS:
+            raise UsageError(f"--target {target} is not known; known: {', '.join(TARGETS)}")
+        changes.append(f"system={target}")
+    if nodes is None:
+        return load_experiment(experiment, changes)
+    bare = load_experiment(experiment, changes)
+    replica = bare.parallel.pipe * bare.parallel.tensor
+    devices = nodes * TARGETS[target_of(bare)].gpus_per_domain
+    if devices % replica:
+        raise UsageError(
+            f"--nodes {nodes} are {devices} devices, not divisible by pipe {bare.parallel.pipe} x tensor {bare.parallel.tensor} = {replica}"
+        )
+    return load_experiment(experiment, [*changes, f"parallel.data={devices // replica}"])
+
+
+def target_of(experiment: Experiment) -> str:
+    """Name of the target whose device the experiment's system has. Raises ConfigError when none has."""
+    for name, target in TARGETS.items():
+        if target.device == experiment.system.device:
+            return name
+    raise ConfigError(f"system.device is {experiment.system.device}, which no target is; use --target {', '.join(TARGETS)}")
+
+
+def _devices(experiment: Experiment) -> int:
+    return experiment.parallel.pipe * experiment.parallel.data * experiment.parallel.tensor
+
+
+def _show(console: Console, reports: list[CompileReport]) -> None:
+    table = Table(title=f"{reports[0].experiment}: estimates from the compiled schedule", title_justify="left")
+    table.add_column("")
+    for index in range(len(reports)):
+        table.add_column("plan" if index == 0 else "other plan", justify="right")
+    for name, values in _rows(reports):
+        table.add_row(name, *values)
+    console.print(table)
+    first = reports[0]
+    links = Table(title="collectives of the plan", title_justify="left")
+    for column in ("part", "axis", "kind", "count", "GB", "ms", "hidden ms"):
+        links.add_column(column, justify="left" if column in ("part", "axis", "kind") else "right")
+    for group in first.collectives:
+        numbers = (
+            f"{group['count']:,}",
+            f"{group['bytes'] / 1e9:.3g}",
+            f"{group['seconds'] * 1e3:.3g}",
+            f"{group['hidden_seconds'] * 1e3:.3g}",
+        )
+        links.add_row(group["part"], group["axis"], group["kind"], *numbers)
+    console.print(links)
+    for title, names in (("synchronous", first.sync_collectives), ("no GEMM between start and done", first.uncovered_collectives)):
+        if names:
+            console.print(Text(f"{title}: {', '.join(names)}"), soft_wrap=True)
+
+
+def _rows(reports: list[CompileReport]) -> list[tuple[str, list[str]]]:
+    def row(name: str, value) -> tuple[str, list[str]]:
+        return name, [value(report) for report in reports]
+
+    return [
+        row("devices", lambda r: f"{r.devices:,} {r.target}"),
+        row("compile", lambda r: f"{r.compile_s:.0f} s"),
+        row("peak memory", lambda r: f"{r.peak_bytes / GIB:.1f} of {r.device_bytes / GIB:.1f} GiB{'' if r.fits else ', does not fit'}"),
+        row("modelled step", lambda r: f"{r.modelled_step_s:.3f} s"),
+        row("modelled MFU", lambda r: f"{r.modelled_mfu:.1%}"),
+        row("executed / model FLOPs", lambda r: f"{r.executed_over_model_flops:.3f}"),
+        row("steady tick / its GEMMs and attention", lambda r: "-" if r.tick_over_gemm is None else f"{r.tick_over_gemm:.2f}"),
+        *[
+            row(f"hidden, {part}", lambda r, part=part: f"{r.hidden_fraction[part]:.3f}")
+            for part in ("warmup", "steady", "cooldown", "whole")
+        ],
+        row(
+            "GEMM, attention, memory-bound s", lambda r: " ".join(f"{r.seconds_of.get(k, 0):.2f}" for k in ("gemm", "attention", "memory"))
+        ),
+        row("exposed communication", lambda r: f"{r.exposed_s:.3f} s"),
+    ]
+
+
+def _advice(report: CompileReport) -> str:
+    lines = "\n  ".join(report.largest_buffers)
+    return (
+        f"{report.peak_bytes / GIB:.1f} GiB do not fit into 90 % of {report.device_bytes / GIB:.1f} GiB. Largest buffers:\n  {lines}\n"
+        "What would help: parallel.remat=selective or full (residuals), a larger parallel.data (masters and moments), "
+        "parallel.tensor or parallel.pipe (everything)"
+    )
