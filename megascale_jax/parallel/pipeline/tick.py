@@ -63,7 +63,9 @@ class Tick:
         row: jax.Array,
         held: Mapping[str, Any],
     ):
-        self.chunks, self.weights, self.batch, self.key, self.scale, self.row = chunks, weights, batch, key, scale, row
+        self.chunks, self.weights, self.batch, self.key, self.scale = chunks, weights, batch, key, scale
+        # scalars behind a barrier: XLA updates a slice in place only where reader and writer share the very same index
+        self.columns = jax.lax.optimization_barrier(tuple(row[index] for index in range(len(COLUMNS))))
         self.model, self.communication = chunks.transformer.model, chunks.transformer.communication
         self.stage = jax.lax.axis_index(axes.PIPE)
         self.stash, self.gradients, self.loss = held["stash"], held["gradients"], held["loss"]
@@ -85,7 +87,7 @@ class Tick:
     # --- places -------------------------------------------------------------------------------------------------------
 
     def _at(self, column: str) -> jax.Array:
-        return self.row[COLUMNS[column]]
+        return self.columns[COLUMNS[column]]
 
     @cached_property
     def _places(self) -> dict[str, Place]:
