@@ -2,7 +2,7 @@
 # constraints.txt changed (the stamp files know).
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help train test lint types contracts wheel clean
+.PHONY: help train test aot lint types contracts wheel clean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -20,6 +20,8 @@ train: $(VENV)/.installed ## train the quickstart model on this machine; ARGS="t
 
 test: $(VENV)/.installed-dev ## run the tests; PYTEST_ARGS="-k lamb" selects, JOBS=1 runs them in one process
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations=10 $(PYTEST_ARGS)
+
+aot: $(VENV)/.installed-aot ## install what compiles for absent GPUs: `megascale compile gpt-175b --target h100 --nodes 1536`
 
 lint: $(VENV)/.installed-dev ## ruff on Python, shellcheck on shell
 	$(BIN)/ruff check .
@@ -41,6 +43,10 @@ clean: ## remove the environment, builds and caches; runs/ stays
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@launch/install.sh $(VENV)
+
+$(VENV)/.installed-aot: pyproject.toml constraints.txt
+	@launch/install.sh $(VENV) aot
+	@touch $(VENV)/.installed
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt
 	@launch/install.sh $(VENV) dev

@@ -7,6 +7,7 @@ into the time limit (`CompileError`, with XLA's last words), rates unknown for t
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -52,6 +53,8 @@ def compile_experiment(experiment: Experiment, target: str, folder: Path) -> Com
 
 def _run_worker(folder: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    # names each pass as it begins, so that an abort can be told where it happened
+    environment |= {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "hlo_pass_pipeline=1"}
     command = [sys.executable, "-m", "megascale_jax.aot.worker", str(folder)]
     try:
         done = subprocess.run(
@@ -60,17 +63,23 @@ def _run_worker(folder: Path) -> None:
     except subprocess.TimeoutExpired as error:
         raise CompileError(f"the compiler did not end within {LIMIT_S} s; try fewer layers a chunk (parallel.virtual_stages)") from error
     if done.returncode:
-        raise CompileError(f"the compiler ended with code {done.returncode}: {_last_words(done.stderr)}")
+        raise CompileError(f"the compiler {_end_of(done.returncode)}: {_last_words(done.stderr)}")
+
+
+def _end_of(code: int) -> str:
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}" + (" (out of memory?)" if -code == signal.SIGKILL else "")
+    return f"ended with code {code}"
 
 
 def _last_words(stderr: str) -> str:
     """XLA's fatal line, else the exception's own; and the last pass that it named."""
     lines = [line for line in stderr.splitlines() if line.strip()]
     fatal = next((line for line in lines if re.match(r"^F\d{4} ", line)), None)
-    reason = fatal or next(
-        (line for line in reversed(lines) if re.match(r"^[\w.]+(Error|Exception)\b", line)), lines[-1] if lines else "no output"
-    )
-    passes = re.findall(r"(?:pass|HloPass)[:= ]+([\w-]+)", stderr)
+    said = [line for line in lines if not re.match(r"^([IWE]\d{4} |Extension modules)", line)]
+    raised = next((line for line in reversed(said) if re.match(r"^[\w.]+(Error|Exception)\b", line)), None)
+    reason = fatal or raised or (said[-1] if said else "no output")
+    passes = re.findall(r"\bHLO pass ([\w-]+)", stderr)
     return reason + (f" (last pass: {passes[-1]})" if passes else "")
 
 

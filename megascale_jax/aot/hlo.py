@@ -44,7 +44,6 @@ class Instruction:
     operands: tuple[str, ...]
     attributes: str
     is_root: bool
-    literal: str = ""
 
     @property
     def bytes(self) -> int:
@@ -130,8 +129,7 @@ def _parse_instruction(line: str) -> Instruction | None:
     opcode = rest[:opening]
     operands = tuple(re.findall(r"%([\w.\-]+)", inside))
     arrays = tuple(Array(dtype, tuple(int(n) for n in dims.split(",") if n)) for dtype, dims in _ARRAY.findall(kind))
-    literal = inside if opcode in ("constant", "parameter") else ""
-    return Instruction(start.group(2), opcode, arrays, operands, rest[closing + 1 :], bool(start.group(1)), literal)
+    return Instruction(start.group(2), opcode, arrays, operands, rest[closing + 1 :], bool(start.group(1)))
 
 
 def _closing(text: str, opening: int) -> int:

@@ -2,8 +2,9 @@
 
 One compute stream runs kernels in the order of the schedule. The start of a collective puts its transfer into the queue of
 its communication stream; a stream works on its oldest transfer, and transfers of several streams on one link share that
-link. A done waits for its transfer; the wait is *exposed*. A synchronous collective is exposed whole. So a collective is
-hidden only by compute between its own start and done, and one second of compute hides one second on one link, once.
+link. A done waits for its transfer, a synchronous collective at its start. What a transfer moves while a kernel runs is
+hidden, the rest is *exposed*, waits for other transfers included. So a collective is hidden only by compute between its
+own start and done, and one second of compute hides one second on one link, once. Waits, counted once, lengthen the step.
 
 Two clocks: *strict* gives time to GEMMs and attention only, *all* to every kernel. A loop's body counts trip-count times,
 each trip from empty queues.
@@ -36,10 +37,10 @@ class CollectiveRecord:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A walk of one computation. ``compute_s`` without waits, ``exposed_s`` the waits, by scope of their collective."""
+    """A walk of one computation: seconds of its kernels and of its waits for transfers."""
 
     compute_s: float
-    exposed_s: float
+    waits_s: float
     seconds_of: Mapping[str, float]
     flops: float
     collectives: tuple[CollectiveRecord, ...]
@@ -47,13 +48,13 @@ class Timeline:
     @property
     def seconds(self) -> float:
         """Length of the walk."""
-        return self.compute_s + self.exposed_s
+        return self.compute_s + self.waits_s
 
     def repeated(self, count: int) -> "Timeline":
         """The same, ``count`` times in a row."""
         records = tuple(replace(record, count=record.count * count) for record in self.collectives)
         parts = {kind: seconds * count for kind, seconds in self.seconds_of.items()}
-        return Timeline(self.compute_s * count, self.exposed_s * count, parts, self.flops * count, records)
+        return Timeline(self.compute_s * count, self.waits_s * count, parts, self.flops * count, records)
 
 
 def hidden_fraction(records: list[CollectiveRecord] | tuple[CollectiveRecord, ...]) -> float:
@@ -79,12 +80,20 @@ class _Queues:
     """Communication streams and what is left of their transfers."""
 
     streams: dict[int, list[_Transfer]] = field(default_factory=lambda: defaultdict(list))
+    hidden_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def start(self, stream: int, transfer: _Transfer) -> None:
         self.streams[stream].append(transfer)
 
-    def advance(self, seconds: float, until: str | None = None) -> float:
-        """Let time pass; stop early when transfer ``until`` is done. The time that passed."""
+    def compute(self, seconds: float) -> None:
+        """A kernel runs; what moves meanwhile is hidden."""
+        self._advance(seconds, None)
+
+    def wait(self, name: str) -> float:
+        """Nothing runs until a transfer is done; the wait."""
+        return self._advance(float("inf"), name)
+
+    def _advance(self, seconds: float, until: str | None) -> float:
         passed = 0.0
         while passed < seconds and (until is None or self._pending(until)):
             heads = [queue[0] for queue in self.streams.values() if queue]
@@ -95,6 +104,8 @@ class _Queues:
             step_s = min(first_s, seconds - passed)
             for head in heads:
                 head.remaining_s -= step_s / sharing[head.link]
+                if until is None:
+                    self.hidden_s[head.name] += step_s / sharing[head.link]
             for queue in self.streams.values():
                 if queue and queue[0].remaining_s <= 1e-15:
                     queue.pop(0)
@@ -111,23 +122,22 @@ class _Walk:
 
     def computation(self, computation: Computation) -> Timeline:
         queues, seconds_of = _Queues(), defaultdict(float)
-        exposed: dict[str, float] = defaultdict(float)
         costs: dict[str, tuple[Instruction, Collective]] = {}
         beside: dict[str, int] = {}
         open_starts: set[str] = set()
         inner: list[CollectiveRecord] = []
-        flops = inner_exposed = 0.0
+        flops = waits_s = 0.0
         for instruction in computation.instructions:
             kind = instruction.opcode.removesuffix("-start").removesuffix("-done")
             if kind in COLLECTIVES:
-                self._collective(instruction, computation, queues, costs, exposed, beside, open_starts)
+                waits_s += self._collective(instruction, computation, queues, costs, beside, open_starts)
             elif instruction.opcode == "while":
                 body = self.model.module.computations[instruction.reference("body") or ""]
                 loop = self.computation(body).repeated(trip_count(instruction))
                 for name, seconds in loop.seconds_of.items():
                     seconds_of[name] += seconds
                 inner += loop.collectives
-                inner_exposed += loop.exposed_s
+                waits_s += loop.waits_s
                 flops += loop.flops
             else:
                 kernel = self.model.kernel(instruction, computation)
@@ -137,27 +147,37 @@ class _Walk:
                         beside[name] += 1
                 seconds = self._seconds(kernel)
                 seconds_of[kernel.kind] += seconds
-                queues.advance(seconds)
+                queues.compute(seconds)
         own = [
-            CollectiveRecord(name, scope_of(start), cost, exposed[name], _is_sync(start), beside.get(name, 0), 1)
+            CollectiveRecord(
+                name, scope_of(start), cost, max(cost.seconds - queues.hidden_s[name], 0.0), _is_sync(start), beside.get(name, 0), 1
+            )
             for name, (start, cost) in costs.items()
         ]
-        return Timeline(sum(seconds_of.values()), inner_exposed + sum(exposed.values()), dict(seconds_of), flops, (*own, *inner))
+        return Timeline(sum(seconds_of.values()), waits_s, dict(seconds_of), flops, (*own, *inner))
 
-    def _collective(self, instruction, computation, queues, costs, exposed, beside, open_starts) -> None:
+    def _collective(
+        self,
+        instruction: Instruction,
+        computation: Computation,
+        queues: _Queues,
+        costs: dict[str, tuple[Instruction, Collective]],
+        beside: dict[str, int],
+        open_starts: set[str],
+    ) -> float:
+        """Start or finish a collective; the wait that it means."""
         name = instruction.name
         if instruction.opcode.endswith("-done"):
             start = instruction.operands[0]
-            exposed[start] += queues.advance(float("inf"), until=start)
             open_starts.discard(start)
-            return
+            return queues.wait(start)
         cost = self.model.collective(instruction, computation)
         costs[name], beside[name] = (instruction, cost), 0
         queues.start(self.streams.get(name, 0), _Transfer(name, _link(cost), cost.seconds))
-        if instruction.opcode.endswith("-start") and not _is_sync(instruction):
-            open_starts.add(name)
-        elif not instruction.opcode.endswith("-start"):
-            exposed[name] += queues.advance(float("inf"), until=name)
+        if _is_sync(instruction):
+            return queues.wait(name)
+        open_starts.add(name)
+        return 0.0
 
     def _seconds(self, kernel: Kernel) -> float:
         return 0.0 if self.strict and kernel.kind == "memory" else kernel.seconds
@@ -190,11 +210,6 @@ def part_of(body: Computation) -> str:
 
 PARTS = ("fill", "warmup", "steady", "cooldown", "drain")
 """Named parts of a pipelined step, in order."""
-
-
-def records_of(records: tuple[CollectiveRecord, ...], part: str) -> Iterator[CollectiveRecord]:
-    """Those of one part; ``""``: outside all of them."""
-    return (record for record in records if record.scope.split("/")[0] == part or (not part and not record.scope))
 
 
 def _link(cost: Collective) -> str:

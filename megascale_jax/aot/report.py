@@ -28,7 +28,10 @@ class CompileReport:
     experiment: str
     target: str
     devices: int
+    lower_s: float
     compile_s: float
+    argument_bytes: int
+    temp_bytes: int
     peak_bytes: int
     device_bytes: int
     largest_buffers: tuple[str, ...]
@@ -36,9 +39,9 @@ class CompileReport:
     modelled_mfu: float
     executed_over_model_flops: float
     tick_over_gemm: float | None
-    hidden_fraction: Mapping[str, float]
+    hidden_fraction: Mapping[str, float | None]
     seconds_of: Mapping[str, float]
-    exposed_s: float
+    waits_s: float
     collectives: tuple[Mapping[str, Any], ...]
     sync_collectives: tuple[str, ...]
     uncovered_collectives: tuple[str, ...]
@@ -68,7 +71,10 @@ def make_report(
         experiment=experiment.name,
         target=target,
         devices=devices,
+        lower_s=result["lower_s"],
         compile_s=result["compile_s"],
+        argument_bytes=result["argument_bytes"],
+        temp_bytes=result["temp_bytes"],
         peak_bytes=result["peak_bytes"],
         device_bytes=device_bytes,
         largest_buffers=tuple(result["largest_buffers"]),
@@ -78,7 +84,7 @@ def make_report(
         tick_over_gemm=_tick_over_gemm(model),
         hidden_fraction=_fractions(strict),
         seconds_of={**everything.seconds_of},
-        exposed_s=everything.exposed_s,
+        waits_s=everything.waits_s,
         collectives=tuple(_groups(strict)),
         sync_collectives=tuple(sorted({_label(record) for record in strict.collectives if record.is_sync})),
         uncovered_collectives=tuple(
@@ -94,9 +100,11 @@ def scaled(rates: RatesConfig, links: float) -> RatesConfig:
     return rates.model_copy(update={"tensor_gbps": rates.tensor_gbps * links, "network_gbps": rates.network_gbps * links})
 
 
-def _fractions(timeline: Timeline) -> dict[str, float]:
+def _fractions(timeline: Timeline) -> dict[str, float | None]:
+    """By part; ``None`` for a part without collectives."""
     parts = {part: [r for r in timeline.collectives if r.scope.split("/")[0] == part] for part in ("steady", "warmup", "cooldown")}
-    return {part: hidden_fraction(records) for part, records in parts.items()} | {"whole": hidden_fraction(timeline.collectives)}
+    fractions = {part: hidden_fraction(records) if records else None for part, records in parts.items()}
+    return fractions | {"whole": hidden_fraction(timeline.collectives)}
 
 
 def _groups(timeline: Timeline) -> list[dict[str, Any]]:

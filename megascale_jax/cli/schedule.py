@@ -11,7 +11,7 @@ from megascale_jax.config.load import load_experiment
 from megascale_jax.config.schema import Experiment
 from megascale_jax.errors import UsageError
 from megascale_jax.observe.report import check_json_path, check_output_path, replace_file, write_json
-from megascale_jax.parallel.pipeline.operations import TickShape, tick_operations
+from megascale_jax.parallel.pipeline.operations import light_operations, tick_operations, tick_shape
 from megascale_jax.parallel.pipeline.phases import TickPlan, plan_phases
 from megascale_jax.parallel.pipeline.schedule import Schedule, TickKind, training_loops
 from megascale_jax.views.schedule import schedule_summary, schedule_svg, schedule_text
@@ -61,12 +61,12 @@ def schedule_of(experiment: Experiment) -> Schedule:
 def tick_plans(experiment: Experiment, schedule: Schedule) -> dict[str, TickPlan]:
     """The phases of every kind of tick of the step, by a name for readers."""
     layout = Layout.of(experiment.model, experiment.parallel)
-    branches = layout.layers_per_chunk * experiment.model.branches_per_layer
-    shape = TickShape(branches, experiment.parallel.remat == "full", experiment.parallel.backward_delay)
+    shape = tick_shape(experiment.model, experiment.parallel, layout)
     mesh = layout.mesh
     sizes = {axes.PIPE: mesh.pipe, axes.DATA: mesh.data, axes.TENSOR: mesh.tensor}
     kinds = dict.fromkeys(run.kind for loop in training_loops(schedule) for run in loop.runs)
-    return {_name(kind): plan_phases(tick_operations(kind, shape), sizes) for kind in kinds}
+    light = light_operations(experiment.model, layout)
+    return {_name(kind): plan_phases(tick_operations(kind, shape), sizes, light) for kind in kinds}
 
 
 def _name(kind: TickKind) -> str:

@@ -69,7 +69,10 @@ def _heads(experiment: Experiment) -> Iterator[str]:
 def _block(experiment: Experiment) -> Iterator[str]:
     model, tensor = experiment.model, experiment.parallel.tensor
     yield from _divides("model.mlp_size", model.mlp_size, "parallel.tensor", [tensor])
-    yield from _divides("model.sequence_length", model.sequence_length, "parallel.tensor", [tensor])
+    if tensor > 1 and experiment.parallel.pipe > 1:
+        yield from _divides("model.sequence_length", model.sequence_length, "2 * parallel.tensor", [2, tensor])
+    else:
+        yield from _divides("model.sequence_length", model.sequence_length, "parallel.tensor", [tensor])
     if model.window == ():
         yield "model.window is an empty list, expected at least one window; write full for attention without a window"
     if model.norm == "rmsnorm" and model.norm_bias:
@@ -109,8 +112,6 @@ def _pipeline(experiment: Experiment) -> Iterator[str]:
         place_layers(model.num_layers, parallel.pipe, parallel.virtual_stages, parallel.layers).windows(model.windows)
     except ConfigError as error:
         yield str(error)
-    if parallel.tensor > 1:
-        yield from _divides("model.sequence_length", model.sequence_length, "2 * parallel.tensor", [2, parallel.tensor])
 
 
 def _node(experiment: Experiment) -> Iterator[str]:
@@ -142,6 +143,12 @@ def _kernels(experiment: Experiment) -> Iterator[str]:
     system = experiment.system
     if system.kernels.attention == "cudnn" and system.platform == "cpu":
         yield "system.kernels.attention is cudnn, which needs system.platform gpu, got cpu; set system.kernels.attention=auto"
+    if system.platform == "gpu" and system.kernels.attention != "reference":
+        if experiment.train.compute_dtype != "bfloat16":
+            dtype = experiment.train.compute_dtype
+            yield f"train.compute_dtype is {dtype}, but cuDNN attention takes bfloat16; set train.compute_dtype=bfloat16"
+        if experiment.model.head_dim % 8 or experiment.model.head_dim > 256:
+            yield f"the head width {experiment.model.head_dim} is none that cuDNN attention takes: a multiple of 8, at most 256"
 
 
 def _memory(experiment: Experiment) -> Iterator[str]:

@@ -95,7 +95,9 @@ class KernelConfig(Section):
 
     attention: Literal["auto", "reference", "cudnn"] = Field(default="auto", description="attention implementation")
     max_documents: Positive = Field(
-        default=32, description="documents that may share a row under cuDNN; 1: rows of one document (needed below H100)"
+        default=16,
+        description="documents that may share a row under cuDNN, each with room for its own log-sum-exp; 1: rows of one document "
+        "(needed below H100)",
     )
 
 

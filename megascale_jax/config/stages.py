@@ -7,6 +7,7 @@ fewer layers than the deepest is filled up with layers whose weights are zero, w
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import gcd
 
 from megascale_jax.errors import ConfigError
 
@@ -50,8 +51,8 @@ class Stages:
                 names = [of_layer[layer] or "full" for layer in (here[0], other)]
                 raise ConfigError(
                     f"model.window gives layer {here[0]} {names[0]} and layer {other} {names[1]}, but both are layer {place} of "
-                    f"their chunk and one program runs all chunks; use a pattern whose length divides {self.depth}, or change "
-                    "parallel.virtual_stages"
+                    f"their chunk and one program runs all chunks; use a pattern whose length divides {gcd(*map(len, self.layers))}, "
+                    "or change parallel.virtual_stages"
                 )
             result.append(of_layer[here[0]])
         return tuple(result)

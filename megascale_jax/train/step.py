@@ -14,11 +14,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
 from megascale_jax import axes
 from megascale_jax.config.schema import Experiment
+from megascale_jax.errors import DataError
 from megascale_jax.optim.lamb import make_optimizer
 from megascale_jax.optim.schedule import learning_rate
 from megascale_jax.parallel.pipeline.executor import Batch
@@ -96,6 +98,17 @@ def make_steps(experiment: Experiment, plan: Plan) -> Steps:
 
 
 def place_batch(plan: Plan, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Global arrays from this process's rows (``[m, rows of this process, S]``, in order of its data indices)."""
+    """Global arrays from this process's rows (``[m, rows of this process, S]``, in order of its data indices).
+
+    Raises DataError when a row holds more documents than the attention of the target has room for.
+    """
+    system = plan.experiment.system
+    if system.platform == "gpu" and system.kernels.attention != "reference":
+        most, room = int(np.max(batch["segment_ids"], initial=0)), system.kernels.max_documents
+        if most > room:
+            raise DataError(
+                f"a row holds {most} documents, cuDNN attention has room for {room}; raise system.kernels.max_documents "
+                "(H100 or newer), or prepare longer documents"
+            )
     sharding = plan.sharding(BATCH_PARTITION)
     return {key: jax.make_array_from_process_local_data(sharding, batch[key]) for key in BATCH_KEYS}

@@ -47,24 +47,39 @@ def test_one_second_of_compute_hides_one_second_on_one_link_once():
 def test_streams_on_one_link_share_it_and_on_two_links_do_not():
     lines = (gather("g1"), gather("g2"), gemm("k"), done("g1"), done("g2"))
     shared, _ = walked(*lines, streams={"g1": 0, "g2": 1})
-    assert shared.exposed_s == pytest.approx(MS, rel=1e-3), "2 ms of transfers on one link under 1 ms"
+    assert shared.waits_s == pytest.approx(MS, rel=1e-3), "2 ms of transfers on one link under 1 ms"
     other_link = (gather("g1"), gather("g2", axis="data"), gemm("k"), done("g1"), done("g2"))
     apart, _ = walked(*other_link, streams={"g1": 0, "g2": 1})
-    assert apart.exposed_s == pytest.approx(0, abs=1e-8)
+    assert apart.waits_s == pytest.approx(0, abs=1e-8)
     queued, _ = walked(*other_link, streams={"g1": 0, "g2": 0})
-    assert queued.exposed_s == pytest.approx(MS, rel=1e-3), "two links, but one stream"
+    assert queued.waits_s == pytest.approx(MS, rel=1e-3), "two links, but one stream"
 
 
 def test_start_and_done_are_not_enough_when_the_runtime_waits():
-    _, records = walked(gather("g", more=f", {SYNC}"), gemm("k"), done("g"))
+    timeline, records = walked(gather("g", more=f", {SYNC}"), gemm("k"), done("g"))
     assert records["g"].is_sync and records["g"].gemms_beside == 0
+    assert records["g"].exposed_s == pytest.approx(MS, rel=1e-3)
+    assert timeline.seconds == pytest.approx(2 * MS, rel=1e-3)
+
+
+def test_waiting_for_one_transfer_hides_no_other():
+    timeline, _ = walked(gather("g1"), gather("g2", axis="data"), done("g1"), done("g2"), streams={"g1": 0, "g2": 1})
+    assert hidden_fraction(timeline.collectives) == pytest.approx(0, abs=1e-3)
+    assert timeline.waits_s == pytest.approx(MS, rel=1e-3), "both move at once: the step waits once"
+
+
+def test_queue_is_charged_to_the_transfer_that_did_not_move():
+    timeline, records = walked(gather("g1"), gather("g2"), gemm("k"), done("g2"), done("g1"))
+    assert records["g1"].exposed_s == pytest.approx(0, abs=1e-8)
+    assert records["g2"].exposed_s == pytest.approx(MS, rel=1e-3)
+    assert timeline.waits_s == pytest.approx(MS, rel=1e-3)
 
 
 def test_plain_collective_is_synchronous():
     line = "%r = f32[250000]{0} all-reduce(%x), channel_id=2, replica_groups=mesh['pipe'=2,'data'=2,'tensor'=2] {'pipe'}, to_apply=%add"
     timeline, records = walked(gemm("k"), line)
     assert records["r"].is_sync
-    assert timeline.exposed_s == pytest.approx(MS, rel=1e-3), "2 (n - 1) / n of 1 MB at 1 GB/s"
+    assert timeline.waits_s == pytest.approx(MS, rel=1e-3), "2 (n - 1) / n of 1 MB at 1 GB/s"
 
 
 LOOP = """%cond (c: (s32[], f32[250000])) -> pred[] {
@@ -111,9 +126,9 @@ def test_memory_bound_kernels_hide_only_on_the_clock_of_all_kernels():
     copy = "%c = f32[250000]{0} copy(%x)"
     lines = (gather("g"), *[copy.replace("%c ", f"%c{n} ") for n in range(3)], done("g"))
     strict, _ = walked(*lines)
-    assert strict.exposed_s == pytest.approx(MS, rel=1e-3)
+    assert strict.waits_s == pytest.approx(MS, rel=1e-3)
     everything, _ = walked(*lines, strict=False)
-    assert 0 < strict.exposed_s - everything.exposed_s < 1e-6
+    assert 0 < strict.waits_s - everything.waits_s < 1e-6
 
 
 def test_scope_is_the_innermost_named_operation():

@@ -75,6 +75,11 @@ def problems(**values: Any) -> str:
         ({"train__schedule__decay_steps": 14}, "train.schedule.warmup_steps 14 is not below train.schedule.decay_steps 14"),
         ({"train__data__source": None}, "train.data has neither source nor prepared"),
         ({"system__kernels__attention": "cudnn"}, "system.kernels.attention is cudnn, which needs system.platform gpu, got cpu"),
+        ({"system__platform": "gpu"}, "train.compute_dtype is float32, but cuDNN attention takes bfloat16"),
+        (
+            {"system__platform": "gpu", "train__compute_dtype": "bfloat16", "model__head_size": 20},
+            "the head width 20 is none that cuDNN attention takes: a multiple of 8, at most 256",
+        ),
         ({"system__memory_gib": 0.001}, "one device would hold 0.0 GiB of state"),
     ],
 )
@@ -95,7 +100,7 @@ def test_problem_is_named_with_good_values_when_fields_do_not_fit(values, messag
         {"system__devices_per_node": 4},
         {"train__steps": 31},
         {"train__data__source": None, "train__data__prepared": "x"},
-        {"system__kernels__attention": "cudnn", "system__platform": "gpu"},
+        {"system__kernels__attention": "cudnn", "system__platform": "gpu", "train__compute_dtype": "bfloat16"},
         {"system__memory_gib": 0.01},
         {"model__window": 10**9},
     ],

@@ -9,12 +9,12 @@ import pytest
 
 from megascale_jax.config.layout import MeshShape
 from megascale_jax.config.schema import KernelConfig, SystemConfig
-from megascale_jax.errors import ConfigError
+from megascale_jax.errors import ConfigError, DataError
 from megascale_jax.kernels.dispatch import select
 from megascale_jax.parallel.mesh import make_mesh
 from megascale_jax.train.saved import from_saved, to_saved
 from megascale_jax.train.state import abstract_state, initial_state
-from megascale_jax.train.step import make_steps
+from megascale_jax.train.step import make_steps, place_batch
 from tests.build import experiment, logical, plan_of, random_batch
 
 
@@ -102,3 +102,14 @@ def test_step_has_one_gather_and_one_scatter_of_activations_per_parallel_block()
     assert len(gathered) == 3 + 2 + 1
     # block: 1 + 1 scatters; embedding: 1; head's gather transposes into 1.
     assert len(scattered) == 2 + 1 + 1
+
+
+def test_rows_of_more_documents_than_the_target_has_room_for_are_refused():
+    config = experiment(1, 2)
+    system = SystemConfig(platform="gpu", device="NVIDIA H100", kernels=KernelConfig(max_documents=2))
+    plan = plan_of(config.model_copy(update={"system": system}))
+    batch = random_batch(config)
+    with pytest.raises(DataError, match=r"a row holds \d+ documents, cuDNN attention has room for 2; raise system.kernels.max_documents"):
+        place_batch(plan, batch)
+    batch["segment_ids"] = np.minimum(batch["segment_ids"], 2)
+    assert place_batch(plan, batch)["tokens"].shape == batch["tokens"].shape

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from megascale_jax.parallel.pipeline import operations
+from megascale_jax.parallel.pipeline.executor import Pipeline
 from megascale_jax.parallel.plan import BATCH_PARTITION
 from megascale_jax.train.step import make_steps, place_batch
 from tests.build import experiment, logical, plan_of, random_batch, random_parameters
@@ -112,6 +114,17 @@ def check(kind, shape, config, **placement):
 @pytest.mark.parametrize(("shape", "remat", "kind", "delay"), [case for case in CASES if case[0][1] == 1], ids=case_id)
 def test_loss_and_gradients_equal_float64_reference(shape, remat, kind, delay):
     check(kind, shape, configured(kind, shape, remat, delay))
+
+
+def test_halved_weight_gradients_and_a_light_head_equal_the_reference(monkeypatch):
+    """As large models have them: late weight gradients in two parts, the head's GEMMs outside the phases."""
+    monkeypatch.setattr(operations, "COVERING_FLOPS", 0)
+    monkeypatch.setattr(operations, "LIGHT", float("inf"))
+    kind, shape = "tied", (2, 1, 4, 1, 2)
+    config = configured(kind, shape)
+    executor = plan_of(config).executor
+    assert isinstance(executor, Pipeline) and executor.shape.halved and executor.light
+    check(kind, shape, config)
 
 
 def test_evaluation_equals_the_reference_in_a_forward_pass_alone():

@@ -37,11 +37,11 @@ def attention(
 def forward(
     q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segment_ids_BS: jax.Array, *, window: int | None, max_documents: int
 ) -> tuple[jax.Array, jax.Array]:
-    """`attention` and the log-sum-exp of every query, fp32 ``[B, H, S]``."""
+    """`attention` and the log-sum-exp of every query, fp32 ``[B, H, S]``; packed: ``[B * max_documents, H, S]``, mostly unused."""
     out, lse = cudnn._dot_product_attention_fwd_p_wrapper.bind(
         *_operands(q_BSHK, k_BTGK, v_BTGK, segment_ids_BS, max_documents), is_training=True, **_options(q_BSHK, window, max_documents)
     )
-    return out, lse
+    return _without_padding(out, segment_ids_BS, max_documents), lse
 
 
 def backward(
@@ -50,7 +50,7 @@ def backward(
     v_BTGK: jax.Array,
     segment_ids_BS: jax.Array,
     out_BSHK: jax.Array,
-    lse_BHS: jax.Array,
+    lse: jax.Array,
     d_out_BSHK: jax.Array,
     *,
     window: int | None,
@@ -59,9 +59,15 @@ def backward(
     """Gradients of q, k and v from the output and the log-sum-exp that `forward` gave."""
     operands = _operands(q_BSHK, k_BTGK, v_BTGK, segment_ids_BS, max_documents)
     gradients = cudnn._dot_product_attention_bwd_p_wrapper.bind(
-        *operands, lse_BHS, out_BSHK, d_out_BSHK, **_options(q_BSHK, window, max_documents)
+        *operands, lse, out_BSHK, d_out_BSHK, **_options(q_BSHK, window, max_documents)
     )
-    return gradients[0], gradients[1], gradients[2]
+    d_q, d_k, d_v = (_without_padding(gradient, segment_ids_BS, max_documents) for gradient in gradients[:3])
+    return d_q, d_k, d_v
+
+
+def _without_padding(x_BSHK: jax.Array, segment_ids_BS: jax.Array, max_documents: int) -> jax.Array:
+    """Zero outside all documents, where the packed layout may leave anything."""
+    return x_BSHK if max_documents == 1 else jnp.where((segment_ids_BS > 0)[:, :, None, None], x_BSHK, 0)
 
 
 def _operands(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids_BS: jax.Array, max_documents: int) -> tuple[jax.Array, ...]:

@@ -1,7 +1,8 @@
 """Runs a tick plan: turns its phases into barriers.
 
 A phase's operations read values that passed one barrier together, and their results leave through another; a token
-through all of them keeps the phases in order even where no value connects two of them. XLA's scheduler may then
+through all of them keeps the phases in order even where no value connects two of them. The token must be used in the end:
+XLA drops what a barrier hands to nobody, and with it the order. XLA's scheduler may then
 choose nothing but where inside a phase a transfer starts and ends. Element-wise glue runs outside, when something needs
 its result. Weights and accumulators never pass a barrier: operations take them from the tick they are bound to.
 """
@@ -19,13 +20,13 @@ Execute = Callable[[Operation, tuple[Any, ...]], tuple[Any, ...]]
 """An operation of the values it reads, giving those it writes."""
 
 
-def run_phases(plan: TickPlan, execute: Execute, values: Mapping[str, Any], outputs: Iterable[str]) -> dict[str, Any]:
-    """Run a tick's operations on ``values``; the ``outputs``, by name."""
+def run_phases(plan: TickPlan, execute: Execute, values: Mapping[str, Any], outputs: Iterable[str]) -> tuple[dict[str, Any], jax.Array]:
+    """Run a tick's operations on ``values``: the ``outputs`` by name, and a zero to be added to something that is used."""
     known = dict(values)
     writers = {value: operation for operation in plan.operations for value in operation.writes}
     sinks = [operation for operation in plan.operations if operation.kind == "glue" and not operation.writes]
     heavy = {value for operation in plan.operations if operation.kind != "glue" for value in operation.writes}
-    token = jnp.zeros((), jnp.int32)
+    token = jnp.float32(0)
 
     def reachable(value: str) -> bool:
         if value in known:
@@ -61,4 +62,4 @@ def run_phases(plan: TickPlan, execute: Execute, values: Mapping[str, Any], outp
         known.update(written)
         run_sinks()
     assert not sinks, f"never ran: {[operation.name for operation in sinks]}"
-    return {name: value_of(name) for name in outputs}
+    return {name: value_of(name) for name in outputs}, token

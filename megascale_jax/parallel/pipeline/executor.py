@@ -20,7 +20,15 @@ from megascale_jax.config.stages import EMPTY
 from megascale_jax.model.branch import Rows, branches_of
 from megascale_jax.model.transformer import Transformer
 from megascale_jax.parallel.pipeline.engine import run_phases
-from megascale_jax.parallel.pipeline.operations import LATE, TickShape, fill_operations, late_operations, tick_operations
+from megascale_jax.parallel.pipeline.operations import (
+    LATE,
+    TickShape,
+    fill_operations,
+    late_operations,
+    light_operations,
+    tick_operations,
+    tick_shape,
+)
 from megascale_jax.parallel.pipeline.phases import TickPlan, plan_phases
 from megascale_jax.parallel.pipeline.schedule import Loop, Schedule, TickKind, forward_loops, training_loops
 from megascale_jax.parallel.pipeline.table import schedule_table
@@ -102,11 +110,12 @@ class Pipeline:
         )
         mesh = layout.mesh
         self.axis_sizes = {axes.PIPE: mesh.pipe, axes.DATA: mesh.data, axes.TENSOR: mesh.tensor}
-        self.shape = TickShape(len(self.branches), self.remat == "full", self.delay)
+        self.shape = tick_shape(transformer.model, parallel, layout)
+        self.light = light_operations(transformer.model, layout)
         self.plan = cache(self._plan)
 
     def _plan(self, kind: TickKind) -> TickPlan:
-        return plan_phases(tick_operations(kind, self.shape), self.axis_sizes)
+        return plan_phases(tick_operations(kind, self.shape), self.axis_sizes, self.light)
 
     def schedule(self, micro_batches: int, backward_delay: Literal[0, 1] | None = None) -> Schedule:
         """The schedule of a step of so many micro-batches."""
@@ -121,7 +130,7 @@ class Pipeline:
 
         def plan(kind: TickKind) -> TickPlan:
             operations = [o for o in tick_operations(kind, shape) if o.verb != "store"]
-            return plan_phases(operations, self.axis_sizes)
+            return plan_phases(operations, self.axis_sizes, self.light)
 
         make = partial(Tick, chunks, weights, batch, None, jnp.float32(1))
         held = {"stash": {}, "gradients": {}, "loss": jnp.float32(0)}
@@ -149,10 +158,10 @@ class Pipeline:
         for loop in training_loops(schedule):
             carry = self._run_loop(loop, self.plan, make, carry, rows)
         tick = make(rows[-1], carry["held"])
-        operations = late_operations(embed_backward=True)
+        operations = late_operations(embed_backward=True, halved=self.shape.halved)
         with jax.named_scope("drain"):
-            run_phases(plan_phases(operations, self.axis_sizes), tick.execute, _late_values(carry), ())
-        return tick.loss, self._without_pads(tick.gradients)
+            _, zero = run_phases(plan_phases(operations, self.axis_sizes), tick.execute, _late_values(carry), ())
+        return tick.loss + zero, self._without_pads(tick.gradients)
 
     def _chunks(self, *, recomputes: bool) -> Chunks:
         per_layer = len(self.branches) // self.layout.layers_per_chunk
@@ -162,7 +171,8 @@ class Pipeline:
         """The carry before the first tick: its input is there, nothing is late."""
         plan = plan_phases(fill_operations(), self.axis_sizes)
         with jax.named_scope("fill"):
-            first = run_phases(plan, tick.execute, {}, ("next.x", "next.N"))
+            first, zero = run_phases(plan, tick.execute, {}, ("next.x", "next.N"))
+        tick.loss = tick.loss + zero
         zero = jnp.zeros(like.shape, like.dtype)
         late = dict.fromkeys(("g", "x"), zero) | {name: jnp.zeros_like(first["next.N"]) for name in ("dN", "G", "N")}
         held = tick.held
@@ -201,7 +211,8 @@ class Pipeline:
             *((f"left.{name}" for name in LATE) if kind.backward else ()),
         ]
         with jax.named_scope(kind.part):
-            result = run_phases(plan, tick.execute, values, wanted)
+            result, zero = run_phases(plan, tick.execute, values, wanted)
+        tick.loss = tick.loss + zero
         after = dict(carry) | {"held": tick.held}
         if kind.forward:
             after |= {"x": result["next.x"], "N": result["next.N"], "last": result[output], "wait": result.get("E.x", carry["wait"])}

@@ -21,6 +21,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megascale_jax import axes
+from megascale_jax.config.layout import Layout
+from megascale_jax.config.schema import ModelConfig, ParallelConfig
+from megascale_jax.model.parameters import fused_groups, parameter_specs
 from megascale_jax.parallel.pipeline.schedule import TickKind
 
 OperationKind = Literal["compute", "collective", "glue"]
@@ -28,13 +31,13 @@ OperationKind = Literal["compute", "collective", "glue"]
 
 @dataclass(frozen=True)
 class Operation:
-    """One step of a tick; ``axis`` is the mesh axis of a collective."""
+    """One step of a tick; ``axes`` are the mesh axes of a collective."""
 
     name: str
     kind: OperationKind
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    axis: str | None = None
+    axes: tuple[str, ...] = ()
 
     @property
     def slot(self) -> str:
@@ -62,12 +65,14 @@ class TickShape:
     """What decides the operations of a tick, besides its kind.
 
     ``branches`` of a chunk; ``recompute``: the backward slot runs the chunk's forward pass again; ``backward_delay`` as
-    in the schedule: the head takes the last tick's output (1) or this tick's (0).
+    in the schedule: the head takes the last tick's output (1) or this tick's (0). ``halved``: the late weight gradients are
+    cut in two, each half still long enough to cover a message, so that there are four kernels to hide first messages under.
     """
 
     branches: int
     recompute: bool
     backward_delay: Literal[0, 1]
+    halved: bool = False
 
 
 def tick_operations(kind: TickKind, shape: TickShape) -> tuple[Operation, ...]:
@@ -81,7 +86,7 @@ def tick_operations(kind: TickKind, shape: TickShape) -> tuple[Operation, ...]:
         source = "last.y" if shape.backward_delay else f"F{shape.branches}.x"
         result += [*_head(source), *(_HEAD_BACKWARD if kind.backward else ())]
     if kind.backward:
-        result += late_operations(embed_backward=kind.embed_backward)
+        result += late_operations(embed_backward=kind.embed_backward, halved=shape.halved)
         result.append(_collective("P.send_g", axes.PIPE, "L0.g", "P.g"))
         result.append(_glue("P.gradient", ["P.g", *(["H.g"] if kind.head else [])], f"B{shape.branches}.g"))
         if shape.recompute:
@@ -96,9 +101,41 @@ def fill_operations() -> tuple[Operation, ...]:
     return (*_EMBED, *_next_input(None, embed=True))
 
 
-def late_operations(*, embed_backward: bool) -> tuple[Operation, ...]:
+def late_operations(*, embed_backward: bool, halved: bool = False) -> tuple[Operation, ...]:
     """What the last tick left; alone, after the last tick."""
-    return (*_LATE, *(_EMBED_BACKWARD if embed_backward else ()))
+    gradients = _weight_gradients("L0", "late.G", "late.z", "late.N", "late.dy", ("1", "2") if halved else ("",))
+    return (*_LATE, *gradients, *(_EMBED_BACKWARD if embed_backward else ()))
+
+
+COVERING_FLOPS = 5e10
+"""FLOPs of a GEMM that covers a message of a large model, some 0.1 ms on an H100."""
+
+
+def tick_shape(model: ModelConfig, parallel: ParallelConfig, layout: Layout) -> TickShape:
+    """The shape of a run's ticks."""
+    tokens = parallel.micro_batch_size * model.sequence_length
+    half = tokens * model.hidden_size * _own_width(model, layout)
+    return TickShape(
+        layout.layers_per_chunk * model.branches_per_layer, parallel.remat == "full", parallel.backward_delay, half >= COVERING_FLOPS
+    )
+
+
+HEAD_GEMMS = ("H.project", "H.dx", "H.dw")
+LIGHT = 0.25
+"""A GEMM of less than this share of a branch's input GEMM does not cover a message."""
+
+
+def light_operations(model: ModelConfig, layout: Layout) -> tuple[str, ...]:
+    """The head's GEMMs, where a rank's part of the vocabulary is small beside its part of a branch's input projection."""
+    own_vocab = layout.padded_vocab // (layout.mesh.pipe * layout.mesh.tensor)
+    return HEAD_GEMMS if own_vocab < LIGHT * _own_width(model, layout) else ()
+
+
+def _own_width(model: ModelConfig, layout: Layout) -> int:
+    """One rank's columns of the first branch's input projection."""
+    specs = parameter_specs(model)
+    group = next(group for group in fused_groups(model) if group.name in ("w_in", "w_qkv"))
+    return sum(specs[name].columns() for name in group.members) // layout.mesh.tensor
 
 
 def _compute(name: str, reads: Iterable[str], *writes: str) -> Operation:
@@ -106,7 +143,7 @@ def _compute(name: str, reads: Iterable[str], *writes: str) -> Operation:
 
 
 def _collective(name: str, axis: str, reads: str, writes: str) -> Operation:
-    return Operation(name, "collective", (reads,), (writes,), axis)
+    return Operation(name, "collective", (reads,), (writes,), (axis,))
 
 
 def _glue(name: str, reads: Iterable[str], *writes: str) -> Operation:
@@ -188,13 +225,14 @@ def _backward(branches: int, source: str) -> list[Operation]:
     return result
 
 
-def _weight_gradients(at: str, G: str, z: str, N: str, dy: str) -> list[Operation]:
-    return [
-        _compute(f"{at}.wout", [G, z], f"{at}.dwout"),
-        _glue(f"{at}.addout", [f"{at}.dwout"]),
-        _compute(f"{at}.win", [N, dy], f"{at}.dwin"),
-        _glue(f"{at}.addin", [f"{at}.dwin"]),
-    ]
+def _weight_gradients(at: str, G: str, z: str, N: str, dy: str, parts: tuple[str, ...] = ("",)) -> list[Operation]:
+    """Both weight gradients of a branch and their sums; a part is a digit behind the verb, for half of the rows."""
+    result: list[Operation] = []
+    for name, reads in (("out", [G, z]), ("in", [N, dy])):
+        for part in parts:
+            result.append(_compute(f"{at}.w{name}{part}", reads, f"{at}.dw{name}{part}"))
+            result.append(_glue(f"{at}.add{name}{part}", [f"{at}.dw{name}{part}"]))
+    return result
 
 
 def _head(source: str) -> list[Operation]:
@@ -205,6 +243,7 @@ def _head(source: str) -> list[Operation]:
         _collective("H.gather", axes.TENSOR, "H.n", "H.N"),
         _compute("H.project", ["H.N"], "H.logits"),
         _glue("H.measure", ["H.logits"], "H.statistics"),
+        # over tensor too, but three numbers a token: its share of that link is not worth a phase
         _collective("H.join", axes.PIPE, "H.statistics", "H.joined"),
         _glue("H.loss", ["H.joined"]),
     ]
@@ -222,7 +261,6 @@ _HEAD_BACKWARD = (
 _LATE = (
     _collective("L0.scatter", axes.TENSOR, "late.dN", "L0.dn"),
     _glue("L0.finish", ["late.g", "late.x", "L0.dn"], "L0.g"),
-    *_weight_gradients("L0", "late.G", "late.z", "late.N", "late.dy"),
 )
 _EMBED = (
     _glue("E.lookup", [], "E.rows"),

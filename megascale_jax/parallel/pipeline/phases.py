@@ -6,7 +6,8 @@ barrier on both sides, so this list is the order on the device and the reader's 
 The rule: walk forward in phases. Of what is ready (all it reads comes from earlier phases, with glue in between), take the
 compute with the longest chain of work behind it, and per mesh axis the collective with the longest chain behind it; equal
 chains go by the order of the table. Weight gradients have nothing behind them, so they fill the phases in which a chain
-waits for a message. An axis of size 1 has no link: its collectives are glue. Another model (serial blocks, no tensor axis,
+waits for a message. What covers nothing is glue: a *light* compute (the head, where the vocabulary is split many ways), and
+a collective over an axis of size 1, which has no link. Another model (serial blocks, no tensor axis,
 full recomputation) is another table, not another planner.
 """
 
@@ -59,9 +60,12 @@ class TickPlan:
         return "\n".join(f"{phase.compute or '-':{width}} | {', '.join(phase.collectives) or '-'}" for phase in self.phases)
 
 
-def plan_phases(operations: Iterable[Operation], axis_sizes: Mapping[str, int]) -> TickPlan:
-    """Order the operations of a tick by the rule above. Raises AssertionError for operations that wait for each other."""
-    table = tuple(_without_link(operation, axis_sizes) for operation in operations)
+def plan_phases(operations: Iterable[Operation], axis_sizes: Mapping[str, int], light: Collection[str] = ()) -> TickPlan:
+    """Order the operations of a tick by the rule above; ``light`` names the computes that cover no message.
+
+    Raises AssertionError for operations that wait for each other.
+    """
+    table = tuple(_weighed(operation, axis_sizes, light) for operation in operations)
     depth = _depths(table)
     available = set(TickPlan(table, ()).inputs)
     waiting = [operation for operation in table if operation.kind != "glue"]
@@ -71,12 +75,13 @@ def plan_phases(operations: Iterable[Operation], axis_sizes: Mapping[str, int]) 
         ready = sorted((o for o in waiting if available.issuperset(o.reads)), key=lambda o: -depth[o.name])
         assert ready, f"operations wait for each other: {[operation.name for operation in waiting]}"
         compute = next((o for o in ready if o.kind == "compute"), None)
-        by_axis: dict[str | None, Operation] = {}
+        collectives: list[Operation] = []
         for operation in ready:
-            if operation.kind == "collective":
-                by_axis.setdefault(operation.axis, operation)
-        chosen = [*by_axis.values(), *([compute] if compute else [])]
-        phases.append(Phase(compute.name if compute else None, tuple(o.name for o in by_axis.values())))
+            taken = {axis for other in collectives for axis in other.axes}
+            if operation.kind == "collective" and not taken.intersection(operation.axes):
+                collectives.append(operation)
+        chosen = [*collectives, *([compute] if compute else [])]
+        phases.append(Phase(compute.name if compute else None, tuple(o.name for o in collectives)))
         waiting = [operation for operation in waiting if operation not in chosen]
         available |= {value for operation in chosen for value in operation.writes}
         available |= _glued(table, available)
@@ -96,7 +101,7 @@ def validate_phases(plan: TickPlan) -> None:
     available = set(plan.inputs)
     available |= _glued(plan.operations, available)
     for phase in plan.phases:
-        links = [plan.by_name[name].axis for name in phase.collectives]
+        links = [axis for name in phase.collectives for axis in plan.by_name[name].axes]
         assert len(set(links)) == len(links), f"two collectives on one link in {phase}"
         for name in phase.names:
             missing = set(plan.by_name[name].reads) - available
@@ -107,8 +112,8 @@ def validate_phases(plan: TickPlan) -> None:
     assert not unread, f"never written: {sorted(unread)}"
 
 
-def _without_link(operation: Operation, axis_sizes: Mapping[str, int]) -> Operation:
-    if operation.axis is not None and axis_sizes[operation.axis] == 1:
+def _weighed(operation: Operation, axis_sizes: Mapping[str, int], light: Collection[str]) -> Operation:
+    if operation.name in light or (operation.axes and all(axis_sizes[axis] == 1 for axis in operation.axes)):
         return replace(operation, kind="glue")
     return operation
 

@@ -167,7 +167,7 @@ class Schedule:
         micro_batch, rank = self.decode(unit)
         return Unit(micro_batch, self.virtual_stages - 1 - rank, self.backward_slots[stage][unit])
 
-    @property
+    @cached_property
     def slots(self) -> int:
         """Residual slots that every stage needs: the most that any of them fills, on stage 0."""
         return 1 + max(max(row) for row in self.forward_slots)

@@ -77,9 +77,12 @@ class Tick:
 
     def execute(self, operation: Operation, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """Run one operation."""
-        method = _METHODS[f"{operation.slot}.{operation.verb}"]
+        verb, half = operation.verb, None
+        if verb[-1].isdigit():
+            verb, half = verb[:-1], int(verb[-1]) - 1
+        method = _METHODS[f"{operation.slot}.{verb}"]
         place = () if operation.branch is None else (self._places[operation.slot], operation.branch)
-        result = method(self, *place, *values)
+        result = method(self, *place, *values) if half is None else method(self, *place, *values, half=half)
         if not operation.writes:
             return ()
         return result if len(operation.writes) > 1 else (result,)
@@ -108,10 +111,11 @@ class Tick:
         depth = number // self.chunks.branches_per_layer
         return {name: _cut(self.weights["layers"][name], place.chunk, depth) for name in names}
 
-    def _add(self, place: Place, number: int, name: str, gradient: jax.Array | None) -> None:
+    def _add(self, place: Place, number: int, name: str, gradient: jax.Array | None, half: int | None = None) -> None:
         if gradient is not None:
-            layers = self.gradients["layers"]
-            total = _add_at(layers[name], place.chunk, number // self.chunks.branches_per_layer, gradient.astype(jnp.float32))
+            layers, depth = self.gradients["layers"], number // self.chunks.branches_per_layer
+            row = layers[name].shape[2] // 2 if half else 0
+            total = _add_at(layers[name], place.chunk, depth, gradient.astype(jnp.float32), row)
             self.gradients = self.gradients | {"layers": layers | {name: total}}
 
     def _rows(self, place: Place) -> Rows:
@@ -187,21 +191,21 @@ class Tick:
         """Data gradient of the input GEMM."""
         return jnp.einsum("bsf,df->bsd", dy_BSF, self._layer(place, number, self._branch(number).w_in)[self._branch(number).w_in])
 
-    def weight_out(self, place: Place, number: int, g_BSD: jax.Array, z_BSG: jax.Array) -> jax.Array:
-        """Weight gradient of the output GEMM."""
-        return self._branch(number).weight_out_gradient(g_BSD, z_BSG)
+    def weight_out(self, place: Place, number: int, g_BSD: jax.Array, z_BSG: jax.Array, half: int | None = None) -> jax.Array:
+        """Weight gradient of the output GEMM, or of half of its rows."""
+        return self._branch(number).weight_out_gradient(_half_of(g_BSD, half), z_BSG)
 
-    def weight_in(self, place: Place, number: int, n_BSD: jax.Array, dy_BSF: jax.Array) -> jax.Array:
-        """Weight gradient of the input GEMM."""
-        return self._branch(number).weight_in_gradient(n_BSD, dy_BSF)
+    def weight_in(self, place: Place, number: int, n_BSD: jax.Array, dy_BSF: jax.Array, half: int | None = None) -> jax.Array:
+        """Weight gradient of the input GEMM, or of half of its rows."""
+        return self._branch(number).weight_in_gradient(_half_of(n_BSD, half), dy_BSF)
 
-    def add_out(self, place: Place, number: int, gradient: jax.Array) -> None:
+    def add_out(self, place: Place, number: int, gradient: jax.Array, half: int | None = None) -> None:
         """Accumulate it."""
-        self._add(place, number, self._branch(number).w_out, gradient)
+        self._add(place, number, self._branch(number).w_out, gradient, half)
 
-    def add_in(self, place: Place, number: int, gradient: jax.Array) -> None:
+    def add_in(self, place: Place, number: int, gradient: jax.Array, half: int | None = None) -> None:
         """Accumulate it."""
-        self._add(place, number, self._branch(number).w_in, gradient)
+        self._add(place, number, self._branch(number).w_in, gradient, half)
 
     def finish_backward(self, place: Place, number: int, g_BsD: jax.Array, x_BsD: jax.Array, dn_BsD: jax.Array) -> jax.Array:
         """Back through the norm and the residual add."""
@@ -378,18 +382,24 @@ def _put(stacked: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
 
 def _cut(stacked: jax.Array, chunk: jax.Array, depth: int) -> jax.Array:
     sizes = (1, 1, *stacked.shape[2:])
-    return jax.lax.dynamic_slice(stacked, _origin(stacked, chunk, depth), sizes, allow_negative_indices=False)[0, 0]
+    return jax.lax.dynamic_slice(stacked, _origin(stacked, chunk, depth, 0), sizes, allow_negative_indices=False)[0, 0]
 
 
-def _add_at(stacked: jax.Array, chunk: jax.Array, depth: int, value: jax.Array) -> jax.Array:
+def _half_of(x_BSD: jax.Array, half: int | None) -> jax.Array:
+    """The first (0) or second (1) half of the width; all of it for ``None``."""
+    middle = x_BSD.shape[-1] // 2
+    return x_BSD if half is None else x_BSD[..., middle:] if half else x_BSD[..., :middle]
+
+
+def _add_at(stacked: jax.Array, chunk: jax.Array, depth: int, value: jax.Array, row: int) -> jax.Array:
     # no reshape between slice and update: XLA then adds in place in one pass over the memory instead of three
-    origin, sizes = _origin(stacked, chunk, depth), (1, 1, *stacked.shape[2:])
+    origin, sizes = _origin(stacked, chunk, depth, row), (1, 1, *value.shape)
     total = jax.lax.dynamic_slice(stacked, origin, sizes, allow_negative_indices=False) + value[None, None]
     return jax.lax.dynamic_update_slice(stacked, total, origin, allow_negative_indices=False)
 
 
-def _origin(stacked: jax.Array, chunk: jax.Array, depth: int) -> tuple[jax.Array | int, ...]:
-    return (chunk, jnp.int32(depth), *[jnp.int32(0)] * (stacked.ndim - 2))
+def _origin(stacked: jax.Array, chunk: jax.Array, depth: int, row: int) -> tuple[jax.Array | int, ...]:
+    return (chunk, jnp.int32(depth), jnp.int32(row), *[jnp.int32(0)] * (stacked.ndim - 3))
 
 
 _METHODS: Mapping[str, Callable[..., Any]] = {

@@ -1,12 +1,13 @@
 """Tick plans for every kind of tick: proved, and with no message left uncovered where the schedule promises it."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale_jax.parallel.pipeline.operations import TickShape, fill_operations, late_operations, tick_operations
+from megascale_jax.parallel.pipeline.operations import HEAD_GEMMS, TickShape, fill_operations, late_operations, tick_operations
 from megascale_jax.parallel.pipeline.phases import Phase, plan_phases, validate_phases
 from megascale_jax.parallel.pipeline.schedule import Schedule, TickKind, training_loops
 
@@ -15,8 +16,8 @@ STEADY = TickKind(forward=True, backward=True)
 STEADY_ENDS = TickKind(True, True, True, True, True)
 
 
-def planned(kind, branches=2, recompute=False, delay=1, sizes=SIZES):
-    plan = plan_phases(tick_operations(kind, TickShape(branches, recompute, delay)), sizes)
+def planned(kind, branches=2, recompute=False, delay=1, sizes=SIZES, halved=False, light=()):
+    plan = plan_phases(tick_operations(kind, TickShape(branches, recompute, delay, halved)), sizes, light)
     validate_phases(plan)
     return plan
 
@@ -42,14 +43,20 @@ def test_every_collective_of_a_steady_tick_has_a_gemm_beside_it(kind, branches, 
     assert all(len(phase.collectives) <= 2 for phase in plan.phases)
 
 
+@pytest.mark.parametrize("kind", [STEADY, STEADY_ENDS, TickKind(forward=False, backward=True)], ids=["plain", "ends", "cool-down"])
+def test_halved_weight_gradients_cover_the_head_and_the_cool_down(kind):
+    assert planned(kind, halved=True, light=HEAD_GEMMS).bare == ()
+
+
 def test_one_gather_and_one_scatter_per_block_forward():
-    names = [o.name for o in tick_operations(TickKind(forward=True, backward=False), TickShape(2, False, 1)) if o.axis == "tensor"]
+    names = [o.name for o in tick_operations(TickKind(forward=True, backward=False), TickShape(2, False, 1)) if o.axes == ("tensor",)]
     assert sorted(names) == ["F0.scatter", "F1.gather", "F1.scatter", "P.gather"], "the first gather belongs to the tick before"
 
 
 def test_collectives_of_an_axis_of_one_are_no_phases():
     plan = planned(STEADY_ENDS, sizes={"pipe": 8, "data": 1, "tensor": 1})
-    assert {plan.by_name[name].axis for phase in plan.phases for name in phase.collectives} == {"pipe"}
+    named = {plan.by_name[name].axes for phase in plan.phases for name in phase.collectives}
+    assert named == {("pipe",)}
 
 
 @pytest.mark.parametrize(
@@ -72,3 +79,9 @@ def test_value_written_twice_is_noticed():
     twice = replace(plan.operations[1], name="X.twice", kind="glue")
     with pytest.raises(AssertionError, match="written twice"):
         validate_phases(replace(plan, operations=(*plan.operations, twice)))
+
+
+def test_design_page_shows_the_steady_tick_as_it_is_planned():
+    page = (Path(__file__).parents[3] / "docs/design/0002-pipeline.md").read_text()
+    for line in planned(STEADY, halved=True, light=HEAD_GEMMS).table().splitlines():
+        assert line in page

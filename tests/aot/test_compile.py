@@ -1,0 +1,123 @@
+"""A small three-dimensional step compiled for absent H100s; skips where the parts of ``[aot]`` are not installed."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megascale_jax.aot.compile import _end_of, _last_words, check_compile, compile_experiment
+from megascale_jax.aot.hlo import parse_module
+from megascale_jax.cli.compile import resolve, target_of
+from megascale_jax.cli.schedule import schedule_of, tick_plans
+from megascale_jax.config.load import load_experiment
+from megascale_jax.errors import CompileError, ConfigError, UsageError
+
+LENGTH = 1536
+"""Sequence length: a number that no other dim has, so that an array with two of it is a mask or a score."""
+SMALL = [
+    "model.num_layers=4",
+    "model.hidden_size=1024",
+    "model.num_heads=8",
+    "model.mlp_size=4096",
+    "model.vocab_size=2000",
+    f"model.sequence_length={LENGTH}",
+    "model.window=512",
+    "parallel.pipe=2",
+    "parallel.tensor=2",
+    "parallel.virtual_stages=2",
+    "parallel.micro_batch_size=1",
+    "train.global_batch_size=16",
+]
+PEAK_MIB = 700
+"""Recorded peak with some air: a plan that needs more has lost a buffer's reuse."""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    experiment = resolve("gpt-1b", SMALL, "h100", 1)
+    try:
+        check_compile(experiment)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    folder = tmp_path_factory.mktemp("compiled")
+    return compile_experiment(experiment, "h100", folder), folder
+
+
+def test_small_step_fits(compiled):
+    report, _ = compiled
+    assert report.devices == 8
+    assert report.fits and report.peak_bytes < PEAK_MIB * 2**20
+    assert 0 < report.modelled_mfu < 1
+    assert 1.0 < report.executed_over_model_flops < 1.4, "bubble of 1/8 and the head's padding"
+    assert {group["part"] for group in report.collectives} >= {"warmup", "steady", "cooldown", "outside"}
+
+
+def test_compiled_schedule_covers_every_message_that_the_plan_covers(compiled):
+    """Steady ticks: what the planner puts beside a GEMM has one between start and done in the program, and is not synchronous."""
+    report, _ = compiled
+    experiment = resolve("gpt-1b", SMALL, "h100", 1)
+    plans = tick_plans(experiment, schedule_of(experiment))
+    bare = {name for plan in plans.values() for name in plan.bare}
+    named = [label for label in (*report.sync_collectives, *report.uncovered_collectives) if label.startswith("steady/")]
+    assert [label for label in named if label.split("/")[1].split()[0] not in bare] == []
+
+
+def test_program_holds_no_array_of_sequence_by_sequence(compiled):
+    _, folder = compiled
+    module = parse_module((folder / "module.hlo").read_text())
+    arrays = [array for part in module.computations.values() for i in part.instructions for array in i.arrays]
+    assert any(LENGTH in array.dims for array in arrays)
+    assert [array for array in arrays if array.dims.count(LENGTH) > 1] == []
+
+
+def test_streams_are_known_for_the_asynchronous_collectives(compiled):
+    _, folder = compiled
+    assert set(json.loads((folder / "streams.json").read_text()).values()) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((SMALL, "tpu", 1), UsageError, "--target tpu is not known; known: a100, h100"),
+        (
+            ([*SMALL, "parallel.pipe=3", "model.num_layers=6", "train.global_batch_size=24"], "h100", 1),
+            UsageError,
+            "--nodes 1 are 8 devices",
+        ),
+    ],
+)
+def test_wrong_requests_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        resolve("gpt-1b", *arguments)
+
+
+def test_nodes_decide_the_data_axis_before_the_batch_is_judged():
+    assert resolve("gpt-175b", ["train.global_batch_size=768"], "h100", 32).parallel.data == 4
+
+
+def test_system_without_a_target_is_refused():
+    with pytest.raises(ConfigError, match=r"system.device is CPU, which no target is; use --target"):
+        target_of(load_experiment("quickstart"))
+
+
+def test_missing_parts_are_named_in_one_line():
+    program = (
+        "import sys; sys.modules['jax_cuda13_plugin'] = None\n"
+        "from megascale_jax.aot import compile\n"
+        "compile._is_installed = lambda module: False\n"
+        "from megascale_jax.config.load import load_experiment\n"
+        "compile.check_compile(load_experiment('gpt-1b'))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "run `make aot`" in done.stderr.splitlines()[-1]
+
+
+def test_abort_of_the_compiler_ends_with_its_reason_and_last_pass():
+    passes = "I1129 20:50:11.6 28528 hlo_pass_pipeline.cc:1]   HLO pass {}\n"
+    stderr = passes.format("fusion") + passes.format("gemm-rewriter") + "F1129 20:50:11.7 28528 verifier.cc:234] Shapes differ\n*** Check"
+    assert _last_words(stderr) == "F1129 20:50:11.7 28528 verifier.cc:234] Shapes differ (last pass: gemm-rewriter)"
+    assert _last_words("Traceback\nValueError: please pass a smaller one\n") == "ValueError: please pass a smaller one"
+    assert _last_words("I1129 x\nFatal Python error: Aborted\nExtension modules: numpy\n") == "Fatal Python error: Aborted"
+    assert _end_of(-9) == "was ended by SIGKILL (out of memory?)" and _end_of(1) == "ended with code 1"
+    assert issubclass(CompileError, Exception)
