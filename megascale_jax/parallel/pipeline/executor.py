@@ -32,7 +32,8 @@ from megascale_jax.parallel.pipeline.operations import (
 from megascale_jax.parallel.pipeline.phases import TickPlan, plan_phases
 from megascale_jax.parallel.pipeline.schedule import Loop, Schedule, TickKind, forward_loops, training_loops
 from megascale_jax.parallel.pipeline.table import schedule_table
-from megascale_jax.parallel.pipeline.tick import Batch, Chunks, Tick
+from megascale_jax.parallel.pipeline.tick import Tick
+from megascale_jax.parallel.pipeline.tick_state import Batch, Chunks
 
 Carry = dict[str, Any]
 

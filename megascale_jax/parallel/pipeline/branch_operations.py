@@ -1,0 +1,125 @@
+"""Operations of one residual branch in a tick: slots F, R, B and L. ``number`` is the branch's place in its chunk."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from megascale_jax.model.branch import Branch, Rows
+from megascale_jax.parallel.pipeline.tick_state import Place, TickState, add_at, cut, half_of, put, take
+
+
+class BranchOperations(TickState):
+    """Segments of `model/branch.py` on the unit of a slot."""
+
+    def _branch(self, number: int) -> Branch:
+        return self.chunks.branches[number]
+
+    def _layer(self, place: Place, number: int, *names: str) -> dict[str, jax.Array]:
+        """The named weights of a branch, cut out of the stack of chunks."""
+        depth = number // self.chunks.branches_per_layer
+        return {name: cut(self.weights["layers"][name], place.chunk, depth) for name in names}
+
+    def _add(self, place: Place, number: int, name: str, gradient: jax.Array | None, half: int | None = None) -> None:
+        if gradient is not None:
+            layers, depth = self.gradients["layers"], number // self.chunks.branches_per_layer
+            row = layers[name].shape[2] // 2 if half else 0
+            total = add_at(layers[name], place.chunk, depth, gradient.astype(jnp.float32), row)
+            self.gradients = self.gradients | {"layers": layers | {name: total}}
+
+    def _rows(self, place: Place) -> Rows:
+        return Rows(take(self.batch["positions"], place.micro_batch), take(self.batch["segment_ids"], place.micro_batch))
+
+    def _branch_key(self, place: Place, number: int) -> jax.Array | None:
+        key = self._micro_batch_key(place.micro_batch)
+        return None if key is None else jax.random.fold_in(key, place.chunk * len(self.chunks.branches) + number)
+
+    def norm(self, place: Place, number: int, x_BsD: jax.Array) -> jax.Array:
+        """Norm of a branch's input."""
+        return self._branch(number).norm(self._layer(place, number, "vectors"), x_BsD)
+
+    def project_in(self, place: Place, number: int, n_BSD: jax.Array) -> jax.Array:
+        """Input GEMM."""
+        branch = self._branch(number)
+        return branch.project_in(self._layer(place, number, branch.w_in, *([branch.b_in] if branch.b_in else [])), n_BSD)
+
+    def middle(self, place: Place, number: int, y_BSF: jax.Array) -> tuple[jax.Array, Any]:
+        """Attention and nonlinearity."""
+        return self._branch(number).middle_forward(y_BSF, self._rows(place))
+
+    def project_out(self, place: Place, number: int, z_BSG: jax.Array) -> jax.Array:
+        """Output GEMM."""
+        return self._branch(number).project_out(self._layer(place, number, self._branch(number).w_out), z_BSG)
+
+    def finish(self, place: Place, number: int, x_BsD: jax.Array, o_BsD: jax.Array) -> jax.Array:
+        """Residual add."""
+        return self._branch(number).finish(self._layer(place, number, "vectors"), x_BsD, o_BsD, self._branch_key(place, number))
+
+    def store(self, place: Place, number: int, x_BsD: jax.Array, *kept: Any) -> None:
+        """Put a branch's residuals into this unit's slot."""
+        names = dict(zip(("x", "y", "saved"), (x_BsD, *kept), strict=False))
+        slots = self.stash[number]
+        kept_now = {name: jax.tree.map(lambda s, v: put(s, v, place.slot), slots[name], names[name]) for name in slots}
+        self.stash = self.stash | {number: kept_now}
+
+    def load(self, place: Place, number: int, gradient: jax.Array) -> Any:
+        """A branch's residuals, read no earlier than its gradient is there."""
+        slot, _ = jax.lax.optimization_barrier((place.slot, gradient))
+        kept = jax.tree.map(lambda s: take(s, slot), self.stash[number])
+        if self.chunks.recomputes:
+            return kept["x"]
+        saved = kept["saved"] if "saved" in kept else self.middle(place, number, kept["y"])[1]
+        return kept["x"], kept["y"], saved
+
+    def split(self, place: Place, number: int, g_BsD: jax.Array) -> jax.Array:
+        """From the gradient of a branch's output to that of ``o``; the output biases take theirs."""
+        branch, vectors = self._branch(number), self._layer(place, number, "vectors")
+        zero = jnp.zeros_like(g_BsD)
+        _, pull = jax.vjp(lambda w, o: branch.finish(w, zero, o, self._branch_key(place, number)), vectors, zero)
+        d_vectors, d_o_BsD = pull(g_BsD)
+        if any(name in branch.groups["vectors"].members for name in branch.out_biases):
+            self._add(place, number, "vectors", d_vectors["vectors"])
+        return d_o_BsD
+
+    def input_gradient_out(self, place: Place, number: int, g_BSD: jax.Array) -> jax.Array:
+        """Data gradient of the output GEMM."""
+        return jnp.einsum("bsd,dg->bsg", g_BSD, self._layer(place, number, self._branch(number).w_out)[self._branch(number).w_out])
+
+    def middle_backward(self, place: Place, number: int, dz_BSG: jax.Array, y_BSF: jax.Array, saved: Any) -> tuple[jax.Array, jax.Array]:
+        """Back through attention and nonlinearity; the input biases take their gradient."""
+        branch = self._branch(number)
+        dy_BSF, z_BSG = branch.middle_backward(y_BSF, saved, dz_BSG, self._rows(place))
+        if branch.b_in:
+            self._add(place, number, branch.b_in, branch.bias_in_gradient(dy_BSF))
+        return dy_BSF, z_BSG
+
+    def input_gradient_in(self, place: Place, number: int, dy_BSF: jax.Array) -> jax.Array:
+        """Data gradient of the input GEMM."""
+        return jnp.einsum("bsf,df->bsd", dy_BSF, self._layer(place, number, self._branch(number).w_in)[self._branch(number).w_in])
+
+    def weight_out(self, place: Place, number: int, g_BSD: jax.Array, z_BSG: jax.Array, half: int | None = None) -> jax.Array:
+        """Weight gradient of the output GEMM, or of half of its rows."""
+        return self._branch(number).weight_out_gradient(half_of(g_BSD, half), z_BSG)
+
+    def weight_in(self, place: Place, number: int, n_BSD: jax.Array, dy_BSF: jax.Array, half: int | None = None) -> jax.Array:
+        """Weight gradient of the input GEMM, or of half of its rows."""
+        return self._branch(number).weight_in_gradient(half_of(n_BSD, half), dy_BSF)
+
+    def add_out(self, place: Place, number: int, gradient: jax.Array, half: int | None = None) -> None:
+        """Accumulate it."""
+        self._add(place, number, self._branch(number).w_out, gradient, half)
+
+    def add_in(self, place: Place, number: int, gradient: jax.Array, half: int | None = None) -> None:
+        """Accumulate it."""
+        self._add(place, number, self._branch(number).w_in, gradient, half)
+
+    def finish_backward(self, place: Place, number: int, g_BsD: jax.Array, x_BsD: jax.Array, dn_BsD: jax.Array) -> jax.Array:
+        """Back through the norm and the residual add."""
+        _, pull = jax.vjp(self._branch(number).norm, self._layer(place, number, "vectors"), x_BsD)
+        d_vectors, d_x_BsD = pull(dn_BsD)
+        self._add(place, number, "vectors", d_vectors["vectors"])
+        return g_BsD + d_x_BsD
+
+    def leave(self, place: Place, number: int, *values: jax.Array) -> tuple[jax.Array, ...]:
+        """Hand over to the next tick."""
+        return values

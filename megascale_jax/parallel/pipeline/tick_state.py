@@ -1,0 +1,116 @@
+"""What a tick knows and holds while it is traced: its row of the schedule, weights, batch; stash, gradients, loss.
+
+Operations of a tick are methods on top of it, in three files: one branch (`branch_operations.py`), the vocabulary
+(`vocabulary_operations.py`), and what connects stages and ticks (`tick.py`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from megascale_jax import axes
+from megascale_jax.model.branch import Branch
+from megascale_jax.model.transformer import Transformer
+from megascale_jax.parallel.pipeline.table import COLUMNS
+
+Batch = Mapping[str, jax.Array]
+"""``tokens``, ``targets``, ``segment_ids``, ``positions``: int32 ``[m, B, S]``."""
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The static part of a pipeline: the chunk's branches, the number of stages, what is kept or recomputed."""
+
+    transformer: Transformer
+    branches: tuple[Branch, ...]
+    branches_per_layer: int
+    stages: int
+    recomputes: bool
+
+
+@dataclass(frozen=True)
+class Place:
+    """The unit that a slot works on, traced."""
+
+    chunk: jax.Array
+    micro_batch: jax.Array
+    slot: jax.Array
+
+
+class TickState:
+    """``row``: this stage's row of the schedule's table, int32 ``[len(COLUMNS)]``; ``held`` as the property gives it back."""
+
+    def __init__(
+        self,
+        chunks: Chunks,
+        weights: Mapping[str, Any],
+        batch: Batch,
+        key: jax.Array | None,
+        scale: jax.Array,
+        row: jax.Array,
+        held: Mapping[str, Any],
+    ):
+        self.chunks, self.weights, self.batch, self.key, self.scale = chunks, weights, batch, key, scale
+        # scalars behind a barrier: XLA updates a slice in place only where reader and writer share the very same index
+        self.columns = jax.lax.optimization_barrier(tuple(row[index] for index in range(len(COLUMNS))))
+        self.model, self.communication = chunks.transformer.model, chunks.transformer.communication
+        self.stage = jax.lax.axis_index(axes.PIPE)
+        self.stash, self.gradients, self.loss = held["stash"], held["gradients"], held["loss"]
+
+    @property
+    def held(self) -> dict[str, Any]:
+        """What operations have updated."""
+        return {"stash": self.stash, "gradients": self.gradients, "loss": self.loss}
+
+    def _at(self, column: str) -> jax.Array:
+        return self.columns[COLUMNS[column]]
+
+    @cached_property
+    def _places(self) -> dict[str, Place]:
+        forward, backward = self._place("forward"), self._place("backward")
+        late = Place(self._at("late_chunk"), self._at("leaving"), forward.slot)
+        return {"F": forward, "B": backward, "R": backward, "L": late}
+
+    def _place(self, slot: str) -> Place:
+        return Place(*(self._at(f"{slot}_{part}") for part in ("chunk", "micro_batch", "slot")))
+
+    def _micro_batch_key(self, micro_batch: jax.Array) -> jax.Array | None:
+        return None if self.key is None else jax.random.fold_in(self.key, micro_batch)
+
+
+def take(stacked: jax.Array, index: jax.Array) -> jax.Array:
+    """Entry ``index`` of the first dim."""
+    return jax.lax.dynamic_index_in_dim(stacked, index, 0, keepdims=False, allow_negative_indices=False)
+
+
+def put(stacked: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
+    """The same array with entry ``index`` of the first dim replaced."""
+    return jax.lax.dynamic_update_index_in_dim(stacked, value, index, 0, allow_negative_indices=False)
+
+
+def cut(stacked: jax.Array, chunk: jax.Array, depth: int) -> jax.Array:
+    """One layer out of a stack ``[chunk, layer, ...]``."""
+    sizes = (1, 1, *stacked.shape[2:])
+    return jax.lax.dynamic_slice(stacked, _origin(stacked, chunk, depth, 0), sizes, allow_negative_indices=False)[0, 0]
+
+
+def half_of(x_BSD: jax.Array, half: int | None) -> jax.Array:
+    """The first (0) or second (1) half of the width; all of it for ``None``."""
+    middle = x_BSD.shape[-1] // 2
+    return x_BSD if half is None else x_BSD[..., middle:] if half else x_BSD[..., :middle]
+
+
+def add_at(stacked: jax.Array, chunk: jax.Array, depth: int, value: jax.Array, row: int) -> jax.Array:
+    """The stack with ``value`` added to rows of one layer, from ``row`` on."""
+    # no reshape between slice and update: XLA then adds in place in one pass over the memory instead of three
+    origin, sizes = _origin(stacked, chunk, depth, row), (1, 1, *value.shape)
+    total = jax.lax.dynamic_slice(stacked, origin, sizes, allow_negative_indices=False) + value[None, None]
+    return jax.lax.dynamic_update_slice(stacked, total, origin, allow_negative_indices=False)
+
+
+def _origin(stacked: jax.Array, chunk: jax.Array, depth: int, row: int) -> tuple[jax.Array | int, ...]:
+    return (chunk, jnp.int32(depth), jnp.int32(row), *[jnp.int32(0)] * (stacked.ndim - 3))
