@@ -20,6 +20,7 @@ from megascale_jax.config.stages import EMPTY
 from megascale_jax.model.branch import Rows, branches_of
 from megascale_jax.model.transformer import Transformer
 from megascale_jax.parallel.pipeline.engine import run_phases
+from megascale_jax.parallel.pipeline.loops import Loop, forward_loops, training_loops
 from megascale_jax.parallel.pipeline.operations import (
     LATE,
     TickShape,
@@ -30,7 +31,7 @@ from megascale_jax.parallel.pipeline.operations import (
     tick_shape,
 )
 from megascale_jax.parallel.pipeline.phases import TickPlan, plan_phases
-from megascale_jax.parallel.pipeline.schedule import Loop, Schedule, TickKind, forward_loops, training_loops
+from megascale_jax.parallel.pipeline.schedule import Schedule, TickKind
 from megascale_jax.parallel.pipeline.table import schedule_table
 from megascale_jax.parallel.pipeline.tick import Tick
 from megascale_jax.parallel.pipeline.tick_state import Batch, Chunks

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megascale_jax.parallel.pipeline.loops import training_loops
 from megascale_jax.parallel.pipeline.operations import HEAD_GEMMS, TickShape, fill_operations, late_operations, tick_operations
 from megascale_jax.parallel.pipeline.phases import Phase, plan_phases, validate_phases
-from megascale_jax.parallel.pipeline.schedule import Schedule, TickKind, training_loops
+from megascale_jax.parallel.pipeline.schedule import Schedule, TickKind
 
 SIZES = {"pipe": 8, "data": 8, "tensor": 8}
 STEADY = TickKind(forward=True, backward=True)
