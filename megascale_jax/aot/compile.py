@@ -17,6 +17,7 @@ from typing import Any
 from megascale_jax.aot.hlo import parse_module
 from megascale_jax.aot.report import CompileReport, make_report
 from megascale_jax.aot.targets import TARGETS
+from megascale_jax.config.layout import MeshShape
 from megascale_jax.config.schema import Experiment
 from megascale_jax.errors import CompileError, ConfigError
 
@@ -39,9 +40,7 @@ def compile_experiment(experiment: Experiment, target: str, folder: Path) -> Com
 
     Raises CompileError when the compiler gives up.
     """
-    parallel = experiment.parallel
-    devices = parallel.pipe * parallel.data * parallel.tensor
-    nodes = -(-devices // TARGETS[target].gpus_per_domain)
+    nodes = -(-MeshShape.of(experiment.parallel).size // TARGETS[target].gpus_per_domain)
     request = {"experiment": experiment.model_dump(mode="json"), "target": target, "nodes": nodes}
     (folder / "request.json").write_text(json.dumps(request))
     _run_worker(folder)

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megascale_jax import axes
 from megascale_jax.aot.cost import CostModel
 from megascale_jax.aot.hlo import Module
 from megascale_jax.aot.overlap import PARTS, CollectiveRecord, Timeline, hidden_fraction, loop_bodies, part_of, walk
+from megascale_jax.config.layout import MeshShape
 from megascale_jax.config.schema import Experiment, RatesConfig
 from megascale_jax.model.flops import flops_per_row
 
@@ -60,17 +60,15 @@ def make_report(
     experiment: Experiment, target: str, device_bytes: int, module: Module, streams: Mapping[str, int], result: Mapping[str, Any]
 ) -> CompileReport:
     """Judge a compiled module. ``result`` is the worker's."""
-    parallel, system = experiment.parallel, experiment.system
+    mesh, system = MeshShape.of(experiment.parallel), experiment.system
     assert system.rates is not None and system.peak_tflops is not None, "checked before the compile"
-    mesh = {axes.PIPE: parallel.pipe, axes.DATA: parallel.data, axes.TENSOR: parallel.tensor}
-    model = CostModel(module, system.rates, mesh)
+    model = CostModel(module, system.rates, mesh.by_axis)
     strict, everything = walk(model, streams, strict=True), walk(model, streams, strict=False)
-    devices = parallel.pipe * parallel.data * parallel.tensor
-    model_flops = flops_per_row(experiment.model, "causal") * experiment.train.global_batch_size / devices
+    model_flops = flops_per_row(experiment.model, "causal") * experiment.train.global_batch_size / mesh.size
     return CompileReport(
         experiment=experiment.name,
         target=target,
-        devices=devices,
+        devices=mesh.size,
         lower_s=result["lower_s"],
         compile_s=result["compile_s"],
         argument_bytes=result["argument_bytes"],
@@ -112,7 +110,7 @@ def _groups(timeline: Timeline) -> list[dict[str, Any]]:
     groups: dict[tuple[str, str, str], list[CollectiveRecord]] = defaultdict(list)
     for record in timeline.collectives:
         groups[record.scope.split("/")[0] or "outside", record.cost.axis, record.cost.opcode].append(record)
-    order = {part: index for index, part in enumerate(("fill", "warmup", "steady", "cooldown", "drain", "outside"))}
+    order = {part: index for index, part in enumerate((*PARTS, "outside"))}
     return [
         {
             "part": part,

@@ -13,6 +13,7 @@ from rich.text import Text
 from megascale_jax.aot.compile import check_compile, compile_experiment
 from megascale_jax.aot.report import CompileReport, scaled
 from megascale_jax.aot.targets import TARGETS
+from megascale_jax.config.layout import MeshShape
 from megascale_jax.config.load import load_experiment
 from megascale_jax.config.schema import Experiment
 from megascale_jax.errors import ConfigError, UsageError
@@ -51,7 +52,10 @@ def compile_step(
     for plan in plans:
         assert plan.system.rates is not None, "check_compile has seen them"
         plan = plan.model_copy(update={"system": plan.system.model_copy(update={"rates": scaled(plan.system.rates, links)})})
-        with tempfile.TemporaryDirectory() as place, console.status(f"compiling {plan.name} for {_devices(plan):,} {plan.system.device}"):
+        with (
+            tempfile.TemporaryDirectory() as place,
+            console.status(f"compiling {plan.name} for {MeshShape.of(plan.parallel).size:,} {plan.system.device}"),
+        ):
             reports.append(compile_experiment(plan, target_of(plan), Path(place)))
             if keep_hlo is not None and len(reports) == 1:
                 copyfile(Path(place) / "module.hlo", keep_hlo)
@@ -91,10 +95,6 @@ def target_of(experiment: Experiment) -> str:
         if target.device == experiment.system.device:
             return name
     raise ConfigError(f"system.device is {experiment.system.device}, which no target is; use --target {', '.join(TARGETS)}")
-
-
-def _devices(experiment: Experiment) -> int:
-    return experiment.parallel.pipe * experiment.parallel.data * experiment.parallel.tensor
 
 
 def _show(console: Console, reports: list[CompileReport]) -> None:

@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from megascale_jax import axes
 from megascale_jax.config.layout import Layout
 from megascale_jax.config.load import load_experiment
 from megascale_jax.config.schema import Experiment
@@ -63,11 +62,9 @@ def tick_plans(experiment: Experiment, schedule: Schedule) -> dict[str, TickPlan
     """The phases of every kind of tick of the step, by a name for readers."""
     layout = Layout.of(experiment.model, experiment.parallel)
     shape = tick_shape(experiment.model, experiment.parallel, layout)
-    mesh = layout.mesh
-    sizes = {axes.PIPE: mesh.pipe, axes.DATA: mesh.data, axes.TENSOR: mesh.tensor}
     kinds = dict.fromkeys(run.kind for loop in training_loops(schedule) for run in loop.runs)
     light = light_operations(experiment.model, layout)
-    return {_name(kind): plan_phases(tick_operations(kind, shape), sizes, light) for kind in kinds}
+    return {_name(kind): plan_phases(tick_operations(kind, shape), layout.mesh.by_axis, light) for kind in kinds}
 
 
 def _name(kind: TickKind) -> str:

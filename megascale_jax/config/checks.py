@@ -118,7 +118,7 @@ def _node(experiment: Experiment) -> Iterator[str]:
     parallel, per_node = experiment.parallel, experiment.system.devices_per_node
     if per_node is None:
         return
-    mesh = MeshShape(parallel.pipe, parallel.data, parallel.tensor)
+    mesh = MeshShape.of(parallel)
     good = [size for size in range(1, per_node + 1) if per_node % size == 0]
     if parallel.tensor > per_node or (mesh.size > per_node and per_node % parallel.tensor):
         yield (

@@ -5,6 +5,7 @@ The step, the checkpoint, the simulator and the views read the same values, so t
 
 from dataclasses import dataclass
 
+from megascale_jax import axes
 from megascale_jax.config.schema import ModelConfig, ParallelConfig
 from megascale_jax.config.stages import Stages, place_layers
 
@@ -22,10 +23,20 @@ class MeshShape:
     data: int
     tensor: int
 
+    @classmethod
+    def of(cls, parallel: ParallelConfig) -> "MeshShape":
+        """The mesh of a configuration."""
+        return cls(parallel.pipe, parallel.data, parallel.tensor)
+
     @property
     def size(self) -> int:
         """Number of devices."""
         return self.pipe * self.data * self.tensor
+
+    @property
+    def by_axis(self) -> dict[str, int]:
+        """Size of every mesh axis, outermost first."""
+        return dict(zip(axes.MESH_AXES, (self.pipe, self.data, self.tensor), strict=True))
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
         """``(pipe, data, tensor)`` index of a device number in ``[0, size)``."""
@@ -52,7 +63,7 @@ class Layout:
         """The layout of checked sections (``checks.py`` has refused layers that cannot be placed)."""
         stages = place_layers(model.num_layers, parallel.pipe, parallel.virtual_stages, parallel.layers)
         return cls(
-            mesh=MeshShape(parallel.pipe, parallel.data, parallel.tensor),
+            mesh=MeshShape.of(parallel),
             virtual_stages=parallel.virtual_stages,
             stages=stages,
             chunk_windows=stages.windows(model.windows),

@@ -29,9 +29,7 @@ class ZeroSharding:
         self.specs = parameter_specs(model)
         self.arrays = {name: array_layout(spec, layout) for name, spec in self.specs.items()}
         self.layer_groups, self.end_groups = fused_groups(model), end_groups(model)
-        mesh = layout.mesh
-        sizes = {axes.PIPE: mesh.pipe, axes.DATA: mesh.data, axes.TENSOR: mesh.tensor}
-        self.local_shapes = {name: array.local_shape(sizes) for name, array in self.arrays.items()}
+        self.local_shapes = {name: array.local_shape(layout.mesh.by_axis) for name, array in self.arrays.items()}
 
     @property
     def partitions(self) -> dict[str, PartitionSpec]:

@@ -110,8 +110,7 @@ class Pipeline:
             for window in layout.chunk_windows
             for branch in branches_of(transformer.model, transformer.columns, transformer.operators, window)
         )
-        mesh = layout.mesh
-        self.axis_sizes = {axes.PIPE: mesh.pipe, axes.DATA: mesh.data, axes.TENSOR: mesh.tensor}
+        self.axis_sizes = layout.mesh.by_axis
         self.shape = tick_shape(transformer.model, parallel, layout)
         self.light = light_operations(transformer.model, layout)
         self.plan = cache(self._plan)
