@@ -39,4 +39,5 @@ def test_vocabulary_and_width_are_padded_to_what_splits_them():
 
 def test_coordinates_count_tensor_fastest():
     mesh = MeshShape(pipe=2, data=3, tensor=4)
+    assert list(mesh.by_axis.items()) == [("pipe", 2), ("data", 3), ("tensor", 4)]
     assert [mesh.coordinates(rank) for rank in (0, 1, 4, 12, 23)] == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 2, 3)]
