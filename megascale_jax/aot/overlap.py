@@ -188,7 +188,7 @@ def scope_of(instruction: Instruction) -> str:
     found = instruction.text("op_name") or ""
     words = found.split("/")
     part = next((word for word in words if word in PARTS), "")
-    operation = next((word for word in reversed(words) if len(word) > 2 and word[0] in "FRBLEHDP" and "." in word), "")
+    operation = next((word for word in reversed(words) if len(word) > 2 and word[0] in "FRBLEHDPWZ" and "." in word), "")
     return "/".join(word for word in (part, operation) if word)
 
 

@@ -2,7 +2,9 @@
 
 ``gather`` turns this rank's logical shards into the fused operands of the model (cast to the compute type first, so
 half the bytes travel); ``scatter`` adds up the operands' gradients over the ranks and cuts them back into logical
-shards. The sums of squares count every logical element once, whatever is stacked, padded, fused or replicated:
+shards. Both exist for everything at once, for the small operands alone, and chunk by chunk for the *matrices* of the
+layers, nearly all of the bytes: a matrix of one layer is ``[n, L]`` there, ``n`` data ranks' rows, each flattened to ``L``
+elements (rows times columns), so that any range of ``L`` can move by itself. The sums of squares count every logical element once, whatever is stacked, padded, fused or replicated:
 pads are zero from the start and stay zero, since their gradients are.
 """
 
@@ -41,21 +43,60 @@ class ZeroSharding:
         """One tensor rank's width of every layer parameter."""
         return {name: spec.columns(self.local_shapes[name][3:]) for name, spec in self.specs.items() if spec.per_layer}
 
+    @property
+    def matrices(self) -> dict[str, FusedGroup]:
+        """The layers' groups that move chunk by chunk."""
+        return {group.name: group for group in self.layer_groups if group.has_embed and group.name != "vectors"}
+
     def gather(self, params: Shards) -> dict[str, Shards]:
         """Compute weights of this rank: ``{"ends": {...}, "layers": {group: [chunk, layer, D, F]}}``."""
+        weights = self.gather_small(params)
+        return weights | {"layers": weights["layers"] | {name: self._gather_layers(g, params) for name, g in self.matrices.items()}}
+
+    def gather_small(self, params: Shards) -> dict[str, Shards]:
+        """`gather` without the matrices."""
         return {
             "ends": {group.name: self._gather_end(group, params) for group in self.end_groups},
-            "layers": {group.name: self._gather_layers(group, params) for group in self.layer_groups},
+            "layers": {group.name: self._gather_layers(group, params) for group in self.layer_groups if group.name not in self.matrices},
         }
+
+    def shards(self, params: Shards) -> Shards:
+        """This rank's shards of the matrices in the compute type, ``{group: [chunk, layer, L]}``."""
+        return {name: self._fuse(group, params).reshape(*self.layout.stack_shape[1:], -1) for name, group in self.matrices.items()}
 
     def scatter(self, gradients: Mapping[str, Shards]) -> Shards:
         """Gradients of the logical shards, fp32, added up over all ranks that computed a part of them."""
+        scattered = {name: self._scatter_rows(gradients["layers"][name], axis=2) for name in self.matrices}
+        return self.scatter_small(gradients) | self.logical(scattered)
+
+    def scatter_small(self, gradients: Mapping[str, Shards]) -> Shards:
+        """`scatter` without the matrices."""
         shards: Shards = {}
         for group in self.end_groups:
             shards |= self._scatter_end(group, gradients["ends"][group.name])
         for group in self.layer_groups:
-            shards |= self._scatter_layers(group, gradients["layers"][group.name])
+            if group.name not in self.matrices:
+                gradient = gradients["layers"][group.name]
+                shards |= self._unfuse(group, self._scatter_rows(gradient, axis=2) if group.has_embed else gradient)
         return {name: self._sum_over_replicas(name, shard) for name, shard in shards.items()}
+
+    def logical(self, scattered: Shards) -> Shards:
+        """Logical shards from those of the matrices, ``[chunk, layer, L]`` or with rows and columns apart."""
+        shards: Shards = {}
+        for name, group in self.matrices.items():
+            rows = scattered[name].reshape(*self.layout.stack_shape[1:], -1, sum(self.columns[member] for member in group.members))
+            shards |= self._unfuse(group, rows)
+        return {name: self._sum_over_replicas(name, shard) for name, shard in shards.items()}
+
+    @staticmethod
+    def gather_flat(shard: jax.Array) -> jax.Array:
+        """``[n, ...]`` from every data rank's ``[...]``."""
+        return jax.lax.all_gather(shard, axes.DATA)
+
+    @staticmethod
+    def scatter_flat(gradient: jax.Array) -> jax.Array:
+        """The sum over the data ranks of what they have for this one: ``[...]`` from ``[n, ...]``."""
+        return jax.lax.psum_scatter(gradient, axes.DATA, scatter_dimension=0)
 
     def sums_of_squares(self, shards: Shards) -> Shards:
         """Sum of squares of every logical parameter: a scalar for an end, ``[1, chunk, layer]`` for a layer parameter."""
@@ -93,28 +134,32 @@ class ZeroSharding:
     def _dtype(self, group: FusedGroup) -> jnp.dtype:
         return jnp.dtype(jnp.float32) if group.name.endswith("vectors") else self.compute_dtype
 
-    def _gather_layers(self, group: FusedGroup, params: Shards) -> jax.Array:
+    def _fuse(self, group: FusedGroup, params: Shards) -> jax.Array:
         lead = (*self.layout.stack_shape[1:], -1) if group.has_embed else self.layout.stack_shape[1:]
         pieces = []
         for name in group.members:
             shard = params[name][0]
             pieces.append(shard.reshape(*shard.shape[: len(lead)], -1))
-        fused = jnp.concatenate(pieces, -1).astype(self._dtype(group))
+        return jnp.concatenate(pieces, -1).astype(self._dtype(group))
+
+    def _unfuse(self, group: FusedGroup, fused: jax.Array) -> Shards:
+        shards, offset = {}, 0
+        for name in group.members:
+            width = self.columns[name]
+            shards[name] = fused[..., offset : offset + width].reshape(self.local_shapes[name])
+            offset += width
+        return shards
+
+    def _gather_layers(self, group: FusedGroup, params: Shards) -> jax.Array:
+        fused = self._fuse(group, params)
         if not group.has_embed:
             return fused
         return jax.lax.all_gather(fused, axes.DATA, axis=2, tiled=True)[:, :, : self.model.hidden_size]
 
-    def _scatter_layers(self, group: FusedGroup, gradient: jax.Array) -> Shards:
-        if group.has_embed:
-            pad = self.layout.padded_embed - self.model.hidden_size
-            gradient = jnp.pad(gradient, ((0, 0), (0, 0), (0, pad), (0, 0)))
-            gradient = jax.lax.psum_scatter(gradient, axes.DATA, scatter_dimension=2, tiled=True)
-        shards, offset = {}, 0
-        for name in group.members:
-            width = self.columns[name]
-            shards[name] = gradient[..., offset : offset + width].reshape(self.local_shapes[name])
-            offset += width
-        return shards
+    def _scatter_rows(self, gradient: jax.Array, axis: int) -> jax.Array:
+        pad = [(0, 0)] * gradient.ndim
+        pad[axis] = (0, self.layout.padded_embed - self.model.hidden_size)
+        return jax.lax.psum_scatter(jnp.pad(gradient, pad), axes.DATA, scatter_dimension=axis, tiled=True)
 
     def _gather_end(self, group: FusedGroup, params: Shards) -> jax.Array:
         if group.name == "final_vectors":
@@ -124,10 +169,7 @@ class ZeroSharding:
         return jax.lax.all_gather(table, axes.DATA, axis=1, tiled=True)[:, : self.model.hidden_size]
 
     def _scatter_end(self, group: FusedGroup, gradient: jax.Array) -> Shards:
-        dim = 0 if group.name == "final_vectors" else 1
-        pad = [(0, 0)] * gradient.ndim
-        pad[dim] = (0, self.layout.padded_embed - self.model.hidden_size)
-        shard = jax.lax.psum_scatter(jnp.pad(gradient, pad), axes.DATA, scatter_dimension=dim, tiled=True)
         if group.name == "final_vectors":
+            shard = self._scatter_rows(gradient, axis=0)
             return {name: shard[:, index] for index, name in enumerate(group.members)}
-        return {group.name: shard}
+        return {group.name: self._scatter_rows(gradient, axis=1)}

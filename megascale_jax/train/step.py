@@ -1,4 +1,4 @@
-"""The step: weights gathered, micro-batches run, gradients scattered, clipped and applied, all in one program.
+"""The step: micro-batches run through gathered weights, their scattered gradients clipped and applied, all in one program.
 
 The loss is the mean over the valid tokens of the **global** batch, known before the first forward. A step whose loss
 or gradient norm is not finite on any rank is skipped on all: parameters, moments, every counter and the rng stay as
@@ -58,8 +58,8 @@ def make_steps(experiment: Experiment, plan: Plan) -> Steps:
     def gradients(params: dict[str, jax.Array], batch: Batch, key: jax.Array | None = None) -> tuple[jax.Array, Any, jax.Array]:
         tokens = jax.lax.psum((batch["targets"] >= 0).sum(), axes.DATA)
         scale = 1.0 / jnp.maximum(tokens, 1).astype(jnp.float32)
-        loss, operand_gradients = plan.executor.loss_and_gradients(plan.zero.gather(params), batch, scale, key)
-        return jax.lax.psum(loss, axes.DATA), plan.zero.scatter(operand_gradients), tokens
+        loss, grads = plan.executor.loss_and_gradients(params, batch, scale, key)
+        return jax.lax.psum(loss, axes.DATA), grads, tokens
 
     def train(state: TrainState, batch: Batch, votes: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         next_rng, dropout_key = jax.random.split(jax.random.wrap_key_data(state.rng))
@@ -84,8 +84,7 @@ def make_steps(experiment: Experiment, plan: Plan) -> Steps:
         return TrainState(state.step + 1, kept.params, kept.optimizer, kept.rng), metrics
 
     def evaluate(params: dict[str, jax.Array], batch: Batch) -> tuple[jax.Array, jax.Array]:
-        weights = plan.zero.gather(params)
-        nats = plan.executor.loss(weights, batch)
+        nats = plan.executor.loss(params, batch)
         return jax.lax.psum((nats, (batch["targets"] >= 0).sum()), axes.DATA)
 
     partitions, replicated = state_partitions(plan, optimizer), PartitionSpec()

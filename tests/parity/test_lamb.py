@@ -83,9 +83,8 @@ class PoisonedExecutor:
     def loss_and_gradients(self, *arguments):
         loss, gradients = self.executor.loss_and_gradients(*arguments)
         here = jnp.array([jax.lax.axis_index(axis) for axis in ("pipe", "data", "tensor")]) == jnp.array(self.rank)
-        w_in = gradients["layers"]["w_in"]
-        gradients["layers"]["w_in"] = w_in.at[0, 0, 0, 0].add(jnp.where(here.all(), jnp.inf, 0.0))
-        return loss, gradients
+        first = gradients["up"][(0,) * gradients["up"].ndim]
+        return loss, gradients | {"up": gradients["up"].at[(0,) * gradients["up"].ndim].set(jnp.where(here.all(), jnp.inf, first))}
 
 
 @pytest.mark.parametrize("rank", [(0, 0, 0), (1, 1, 1)], ids=["first-rank", "last-rank"])

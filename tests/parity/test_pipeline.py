@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from megascale_jax.parallel.pipeline import operations
-from megascale_jax.parallel.pipeline.executor import Pipeline
+from megascale_jax.parallel.pipeline.interleaved import Pipeline
 from megascale_jax.parallel.plan import BATCH_PARTITION
 from megascale_jax.train.step import make_steps, place_batch
 from tests.build import experiment, logical, plan_of, random_batch, random_parameters
@@ -170,8 +170,8 @@ def test_dropout_draws_the_same_masks_forward_and_backward():
         out_specs=(PartitionSpec(), plan.zero.partitions),
     )
     def gradients(params, batch):
-        loss, operands = plan.executor.loss_and_gradients(plan.zero.gather(params), batch, jnp.float32(0.01), key)
-        return jax.lax.psum(loss, "data"), plan.zero.scatter(operands)
+        loss, gradients = plan.executor.loss_and_gradients(params, batch, jnp.float32(0.01), key)
+        return jax.lax.psum(loss, "data"), gradients
 
     loss, slope = gradients(params, batch)
     squared = sum(float((g.astype(jnp.float32) ** 2).sum()) for g in slope.values())

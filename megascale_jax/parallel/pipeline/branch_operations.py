@@ -1,4 +1,4 @@
-"""Operations of one residual branch in a tick: slots F, R, B and L. ``number`` is the branch's place in its chunk."""
+"""Operations of one residual branch in a tick: slots F, R, B, L and W. ``number`` is the branch's place in its chunk."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from megascale_jax.model.branch import Branch, Rows
+from megascale_jax.parallel.pipeline.operations import KEPT
 from megascale_jax.parallel.pipeline.tick_state import Place, TickState, add_at, cut, half_of, put, take
 
 
@@ -18,13 +19,13 @@ class BranchOperations(TickState):
     def _layer(self, place: Place, number: int, *names: str) -> dict[str, jax.Array]:
         """The named weights of a branch, cut out of the stack of chunks."""
         depth = number // self.chunks.branches_per_layer
-        return {name: cut(self.weights["layers"][name], place.chunk, depth) for name in names}
+        return {name: cut(self.weights["layers"][name], place.chunk, depth, self.model.hidden_size) for name in names}
 
-    def _add(self, place: Place, number: int, name: str, gradient: jax.Array | None, half: int | None = None) -> None:
+    def _add(self, place: Place, number: int, name: str, gradient: jax.Array | None) -> None:
+        """Add to the gradient of a vector."""
         if gradient is not None:
             layers, depth = self.gradients["layers"], number // self.chunks.branches_per_layer
-            row = layers[name].shape[2] // 2 if half else 0
-            total = add_at(layers[name], place.chunk, depth, gradient.astype(jnp.float32), row)
+            total = add_at(layers[name], place.chunk, depth, gradient.astype(jnp.float32))
             self.gradients = self.gradients | {"layers": layers | {name: total}}
 
     def _rows(self, place: Place) -> Rows:
@@ -97,21 +98,27 @@ class BranchOperations(TickState):
         """Data gradient of the input GEMM."""
         return jnp.einsum("bsf,df->bsd", dy_BSF, self._layer(place, number, self._branch(number).w_in)[self._branch(number).w_in])
 
+    def keep(self, place: Place, number: int, *values: jax.Array) -> None:
+        """Put the operands of a branch's weight gradients (`operations.KEPT`) where they wait for their tick."""
+        slot, kept = self.column("keep_slot"), self.kept[number]
+        self.kept = self.kept | {number: {name: put(kept[name], value, slot) for name, value in zip(KEPT, values, strict=True)}}
+
+    def recall(self) -> dict[str, jax.Array]:
+        """All operands of this tick's weight gradients, as ``W<branch>.<value>``."""
+        slot = self.column("recall_slot")
+        recalled = {f"W{number}.{name}": take(ring, slot) for number, kept in self.kept.items() for name, ring in kept.items()}
+        # whatever the tick keeps is written behind these reads, so XLA need not copy the rings
+        recalled, self.columns = jax.lax.optimization_barrier((recalled, self.columns))
+        return recalled
+
     def weight_out(self, place: Place, number: int, g_BSD: jax.Array, z_BSG: jax.Array, half: int | None = None) -> jax.Array:
-        """Weight gradient of the output GEMM, or of half of its rows."""
-        return self._branch(number).weight_out_gradient(half_of(g_BSD, half), z_BSG)
+        """The window's sum of gradients of the output matrix with this unit's added, or half of its rows."""
+        # sum and product in one GEMM: the sum lies in one place for all ticks of a window
+        return self.sums[number]["out"][half or 0] + self._branch(number).weight_out_gradient(half_of(g_BSD, half), z_BSG)
 
     def weight_in(self, place: Place, number: int, n_BSD: jax.Array, dy_BSF: jax.Array, half: int | None = None) -> jax.Array:
-        """Weight gradient of the input GEMM, or of half of its rows."""
-        return self._branch(number).weight_in_gradient(half_of(n_BSD, half), dy_BSF)
-
-    def add_out(self, place: Place, number: int, gradient: jax.Array, half: int | None = None) -> None:
-        """Accumulate it."""
-        self._add(place, number, self._branch(number).w_out, gradient, half)
-
-    def add_in(self, place: Place, number: int, gradient: jax.Array, half: int | None = None) -> None:
-        """Accumulate it."""
-        self._add(place, number, self._branch(number).w_in, gradient, half)
+        """The same of the input matrix."""
+        return self.sums[number]["in"][half or 0] + self._branch(number).weight_in_gradient(half_of(n_BSD, half), dy_BSF)
 
     def finish_backward(self, place: Place, number: int, g_BsD: jax.Array, x_BsD: jax.Array, dn_BsD: jax.Array) -> jax.Array:
         """Back through the norm and the residual add."""

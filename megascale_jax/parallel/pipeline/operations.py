@@ -10,14 +10,20 @@ for values, with these slots:
     R   the same again, under full recomputation       H   head and loss
     B   backward pass of this tick's unit              D   gradient of the embedding
     L   what the last tick's backward pass left        P   permutes to the neighbours, and the next tick's input
+    W   weight gradients of an earlier unit            Z   ZeRO-2: parts of weights and gradients over ``data``
 
 A tick starts with its input, as it is and normed and gathered (``F0.x``, ``F0.N``), with the last tick's output
-(``last.y``) and what its backward pass left (``late.*``): branch 0's gradient before its reduce-scatter, and the
-operands of its weight gradients, so that there is work to hide the first messages under. It ends with the same for the next.
+(``last.y``) and what its backward pass left (``late.*``): branch 0's gradient before its reduce-scatter. It ends with the
+same for the next. The operands of weight gradients are there from the start of a tick (`schedule.py`), so their GEMMs wait
+for nothing and cover whatever else has no other work beside it.
+
+**ZeRO-2 pieces.** A chunk's weights arrive, and its gradients leave, in the ``p`` ticks of a window. In each, every GEMM
+carries a piece of the same matrix of another chunk: a share of the ``p``-th part that is its share of the FLOPs which that
+matrix costs in the tick. A piece then takes as long as its GEMM times one constant of model and links, whatever the sizes.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megascale_jax import axes
@@ -31,13 +37,14 @@ OperationKind = Literal["compute", "collective", "glue"]
 
 @dataclass(frozen=True)
 class Operation:
-    """One step of a tick; ``axes`` are the mesh axes of a collective."""
+    """One step of a tick; ``axes`` are the mesh axes of a collective, ``beside`` the compute that it goes with, if that is fixed."""
 
     name: str
     kind: OperationKind
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     axes: tuple[str, ...] = ()
+    beside: str | None = None
 
     @property
     def slot(self) -> str:
@@ -56,8 +63,10 @@ class Operation:
         return self.name.split(".")[1]
 
 
-LATE = ("g", "x", "dN", "G", "z", "N", "dy")
+LATE = ("g", "x", "dN")
 """What a backward pass leaves to the next tick, as ``late.<value>``."""
+KEPT = ("x", "G", "z", "dy")
+"""What a backward pass keeps of every branch for its weight gradients; the norm of ``x`` is gathered once more."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +74,46 @@ class TickShape:
     """What decides the operations of a tick, besides its kind.
 
     ``branches`` of a chunk; ``recompute``: the backward slot runs the chunk's forward pass again; ``backward_delay`` as
-    in the schedule: the head takes the last tick's output (1) or this tick's (0). ``halved``: the late weight gradients are
-    cut in two, each half still long enough to cover a message, so that there are four kernels to hide first messages under.
+    in the schedule: the head takes the last tick's output (1) or this tick's (0). ``halved``: weight gradients are
+    cut in two, each half still long enough to cover a message, so that there are more kernels to hide messages under.
     """
 
     branches: int
     recompute: bool
     backward_delay: Literal[0, 1]
     halved: bool = False
+
+    @property
+    def halves(self) -> tuple[str, ...]:
+        """Suffixes of the GEMMs of one weight gradient."""
+        return ("1", "2") if self.halved else ("",)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Of a ``p``-th of a branch's input or output matrix, cut into ``units``, those from ``first`` to before ``last``."""
+
+    operation: str
+    beside: str
+    branch: int
+    matrix: Literal["in", "out"]
+    first: int
+    last: int
+    units: int
+
+
+def zero_pieces(shape: TickShape) -> dict[str, Piece]:
+    """Every piece that moves in a tick, by the name of its operation."""
+    pieces: list[Piece] = []
+    for k in range(shape.branches):
+        for matrix in ("in", "out"):
+            pieces.append(Piece(f"Z{k}.gather_{matrix}", f"F{k}.{matrix}", k, matrix, 0, 1, 1))
+            carriers = [f"B{k}.d{matrix}"] * len(shape.halves) + [f"W{k}.w{matrix}{half}" for half in shape.halves]
+            for carrier in dict.fromkeys(carriers):
+                first, units = carriers.index(carrier), len(carriers)
+                name = f"Z{k}.scatter_{matrix}{carrier[0]}{carrier[-1] if carrier[-1].isdigit() else ''}"
+                pieces.append(Piece(name, carrier, k, matrix, first, first + carriers.count(carrier), units))
+    return {piece.operation: piece for piece in pieces}
 
 
 def tick_operations(kind: TickKind, shape: TickShape) -> tuple[Operation, ...]:
@@ -86,25 +127,25 @@ def tick_operations(kind: TickKind, shape: TickShape) -> tuple[Operation, ...]:
         source = "last.y" if shape.backward_delay else f"F{shape.branches}.x"
         result += [*_head(source), *(_HEAD_BACKWARD if kind.backward else ())]
     if kind.backward:
-        result += late_operations(embed_backward=kind.embed_backward, halved=shape.halved)
+        result += [*_LATE, *(_EMBED_BACKWARD if kind.embed_backward else ())]
         result.append(_collective("P.send_g", axes.PIPE, "L0.g", "P.g"))
         result.append(_glue("P.gradient", ["P.g", *(["H.g"] if kind.head else [])], f"B{shape.branches}.g"))
         if shape.recompute:
             result.append(_glue("R0.load", [f"B{shape.branches}.g"], "R0.x"))
             result += _forward("R", shape.branches, gather_first=True, finish_last=False)
         result += _backward(shape.branches, "R" if shape.recompute else "B")
+    if kind.weight_gradients:
+        result += [operation for k in range(shape.branches) for operation in _weight_gradients(k, shape.halves)]
+    for piece in zero_pieces(shape).values():
+        gathers = ".gather_" in piece.operation
+        if kind.gather if gathers else kind.scatter:
+            result += _zero_piece(piece, gathers)
     return tuple(result)
 
 
 def fill_operations() -> tuple[Operation, ...]:
     """Before the first tick: the first micro-batch's embedding becomes the first input."""
     return (*_EMBED, *_next_input(None, embed=True))
-
-
-def late_operations(*, embed_backward: bool, halved: bool = False) -> tuple[Operation, ...]:
-    """What the last tick left; alone, after the last tick."""
-    gradients = _weight_gradients("L0", "late.G", "late.z", "late.N", "late.dy", ("1", "2") if halved else ("",))
-    return (*_LATE, *gradients, *(_EMBED_BACKWARD if embed_backward else ()))
 
 
 COVERING_FLOPS = 5e10
@@ -194,45 +235,48 @@ def _next_input(output: str | None, *, embed: bool) -> list[Operation]:
 def _backward(branches: int, source: str) -> list[Operation]:
     """A chunk's backward pass from ``B<branches>.g`` (gradient of its output); branch 0's end is left to the next tick.
 
-    ``source`` is where a branch's x, N, y and saved come from: ``B`` (read from the stash) or ``R`` (recomputed).
+    ``source`` is where a branch's x, y and saved come from: ``B`` (read from the stash) or ``R`` (recomputed).
     """
     result: list[Operation] = []
     for k in reversed(range(branches)):
         at = f"B{k}"
         if source == "B":
-            result += [
-                _glue(f"{at}.load", [f"B{k + 1}.g"], f"{at}.x", f"{at}.y", f"{at}.saved"),
-                _glue(f"{at}.norm", [f"{at}.x"], f"{at}.n"),
-                _collective(f"{at}.regather", axes.TENSOR, f"{at}.n", f"{at}.N"),
-            ]
-        x, N, y, saved = (f"{source}{k}.{name}" for name in ("x", "N", "y", "saved"))
+            result.append(_glue(f"{at}.load", [f"B{k + 1}.g"], f"{at}.x", f"{at}.y", f"{at}.saved"))
+        x, y, saved = (f"{source}{k}.{name}" for name in ("x", "y", "saved"))
         result += [
             _glue(f"{at}.split", [f"B{k + 1}.g"], f"{at}.do"),
             _collective(f"{at}.gather", axes.TENSOR, f"{at}.do", f"{at}.G"),
             _compute(f"{at}.dout", [f"{at}.G"], f"{at}.dz"),
             _glue(f"{at}.dmiddle", [f"{at}.dz", y, saved], f"{at}.dy", f"{at}.z"),
             _compute(f"{at}.din", [f"{at}.dy"], f"{at}.dN"),
+            _glue(f"{at}.keep", [x, f"{at}.G", f"{at}.z", f"{at}.dy"]),
         ]
         if k:
             result += [
-                *_weight_gradients(at, f"{at}.G", f"{at}.z", N, f"{at}.dy"),
                 _collective(f"{at}.scatter", axes.TENSOR, f"{at}.dN", f"{at}.dn"),
                 _glue(f"{at}.finish", [f"B{k + 1}.g", x, f"{at}.dn"], f"{at}.g"),
             ]
         else:
-            left = ["B1.g", x, "B0.dN", "B0.G", "B0.z", N, "B0.dy"]
-            result.append(_glue("B0.leave", left, *(f"left.{name}" for name in LATE)))
+            result.append(_glue("B0.leave", ["B1.g", x, "B0.dN"], *(f"left.{name}" for name in LATE)))
     return result
 
 
-def _weight_gradients(at: str, G: str, z: str, N: str, dy: str, parts: tuple[str, ...] = ("",)) -> list[Operation]:
-    """Both weight gradients of a branch and their sums; a part is a digit behind the verb, for half of the rows."""
-    result: list[Operation] = []
-    for name, reads in (("out", [G, z]), ("in", [N, dy])):
-        for part in parts:
-            result.append(_compute(f"{at}.w{name}{part}", reads, f"{at}.dw{name}{part}"))
-            result.append(_glue(f"{at}.add{name}{part}", [f"{at}.dw{name}{part}"]))
-    return result
+def _weight_gradients(k: int, halves: tuple[str, ...]) -> list[Operation]:
+    """Both weight gradients of a branch, each added to its sum; a half is a digit behind the verb, for half of the rows."""
+    at = f"W{k}"
+    return [
+        *(_compute(f"{at}.wout{half}", [f"{at}.G", f"{at}.z"], f"{at}.sum_out{half}") for half in halves),
+        _glue(f"{at}.norm", [f"{at}.x"], f"{at}.n"),
+        _collective(f"{at}.gather", axes.TENSOR, f"{at}.n", f"{at}.N"),
+        *(_compute(f"{at}.win{half}", [f"{at}.N", f"{at}.dy"], f"{at}.sum_in{half}") for half in halves),
+    ]
+
+
+def _zero_piece(piece: Piece, gathers: bool) -> list[Operation]:
+    """A piece in flight; what arrives of the weights is put in its place, what leaves of the gradients goes out of the tick."""
+    name = piece.operation
+    move = replace(_collective(name, axes.DATA, "part", f"{name}ed"), beside=piece.beside)
+    return [move, _glue(name.replace("gather", "put"), [f"{name}ed"])] if gathers else [move]
 
 
 def _head(source: str) -> list[Operation]:

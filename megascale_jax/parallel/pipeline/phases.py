@@ -6,7 +6,7 @@ barrier on both sides, so this list is the order on the device and the reader's 
 The rule: walk forward in phases. Of what is ready (all it reads comes from earlier phases, with glue in between), take the
 compute with the longest chain of work behind it, and per mesh axis the collective with the longest chain behind it; equal
 chains go by the order of the table. Weight gradients have nothing behind them, so they fill the phases in which a chain
-waits for a message. What covers nothing is glue: a *light* compute (the head, where the vocabulary is split many ways), and
+waits for a message. A ZeRO-2 piece goes with the compute that its operation names. What covers nothing is glue: a *light* compute (the head, where the vocabulary is split many ways), and
 a collective over an axis of size 1, which has no link. Another model (serial blocks, no tensor axis,
 full recomputation) is another table, not another planner.
 """
@@ -78,7 +78,8 @@ def plan_phases(operations: Iterable[Operation], axis_sizes: Mapping[str, int], 
         collectives: list[Operation] = []
         for operation in ready:
             taken = {axis for other in collectives for axis in other.axes}
-            if operation.kind == "collective" and not taken.intersection(operation.axes):
+            fitting = operation.beside is None or (compute is not None and operation.beside == compute.name)
+            if operation.kind == "collective" and fitting and not taken.intersection(operation.axes):
                 collectives.append(operation)
         chosen = [*collectives, *([compute] if compute else [])]
         phases.append(Phase(compute.name if compute else None, tuple(o.name for o in collectives)))
@@ -103,6 +104,9 @@ def validate_phases(plan: TickPlan) -> None:
     for phase in plan.phases:
         links = [axis for name in phase.collectives for axis in plan.by_name[name].axes]
         assert len(set(links)) == len(links), f"two collectives on one link in {phase}"
+        for name in phase.collectives:
+            beside = plan.by_name[name].beside
+            assert beside in (None, phase.compute), f"{name} goes with {beside}, not with {phase.compute}"
         for name in phase.names:
             missing = set(plan.by_name[name].reads) - available
             assert not missing, f"{name} runs before {sorted(missing)}"

@@ -14,10 +14,19 @@ Both passes take ``m * v + p - 1`` slots in all, which is the interleaved ideal:
 With ``backward_delay`` 1 the last stage differentiates a micro-batch one tick after its forward pass, so that the two
 slots of a tick, and the head between them, never wait for each other; warm-up and cool-down are one tick longer, steady
 one shorter, and one more unit is in flight.
+
+Weight gradients have no reader before the end of the step, so they wait until all stages can compute those of one and the
+same unit, ``s + 1`` ticks after the backward pass on stage ``s``:
+
+    weight gradients of unit ``t - (v * p - 1) - p - backward_delay`` on every stage
+
+The ``p`` units of one chunk then are a *window* of ``p`` ticks that begins and ends on all stages at once: their gradients
+add up in one place in memory that no stage has to look up. ZeRO-2 moves in windows as well: weights of chunk ``c`` arrive in
+window ``c - 1`` of the warm-up, the gradients of a chunk leave in the window after its last one.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Literal
 
@@ -39,7 +48,8 @@ class TickKind:
 
     ``embed``: the next micro-batch to enter is embedded; ``head``: the loss of a micro-batch is taken; ``embed_backward``:
     the gradient of an embedded micro-batch, finished in the tick before, goes into the table. These three fall on the same
-    ``p`` of ``v * p`` ticks.
+    ``p`` of ``v * p`` ticks. ``weight_gradients``: those of an earlier backward pass are computed. ``gather``, ``scatter``:
+    a part of a chunk's weights arrives, or of its gradients leaves.
     """
 
     forward: bool
@@ -47,11 +57,19 @@ class TickKind:
     embed: bool = False
     head: bool = False
     embed_backward: bool = False
+    weight_gradients: bool = False
+    gather: bool = False
+    scatter: bool = False
 
     def union(self, other: "TickKind") -> "TickKind":
         """What either does."""
-        flags = ("forward", "backward", "embed", "head", "embed_backward")
+        flags = [field.name for field in fields(self)]
         return TickKind(**{flag: getattr(self, flag) or getattr(other, flag) for flag in flags})
+
+    @property
+    def without_ends(self) -> "TickKind":
+        """The same without the vocabulary."""
+        return replace(self, embed=False, head=False, embed_backward=False)
 
     @property
     def part(self) -> str:
@@ -196,14 +214,46 @@ class Schedule:
         """Micro-batch whose embedding gets its gradient in a tick: its backward pass ended in the tick before."""
         return self._micro_batch_of_rank(self.backward_unit(tick - 1, 0), self.virtual_stages - 1)
 
+    def weight_unit(self, tick: int) -> int | None:
+        """Number of the unit whose weight gradients all stages compute, in backward order; the last one in tick `ticks`."""
+        return self._within(tick - self.backward_offset - 1)
+
+    def weight_chunk(self, tick: int) -> int | None:
+        """Chunk of that unit."""
+        unit = self.weight_unit(tick)
+        return None if unit is None else self.virtual_stages - 1 - self.decode(unit)[1]
+
+    def gathered(self, tick: int) -> tuple[int, int] | None:
+        """``(chunk, part)`` of the weights that arrive in a tick, part ``0`` to ``p - 1`` of the chunk; chunk 0 comes before all ticks."""
+        if not 0 <= tick < self.period - self.pipe:
+            return None
+        window, part = divmod(tick, self.pipe)
+        return window + 1, part
+
+    def scattered(self, tick: int) -> tuple[int, int] | None:
+        """The same of the gradients that leave; chunk 0 leaves after all ticks."""
+        place = tick - (self.ticks + 1) + self.period - self.pipe
+        if not 0 <= place < self.period - self.pipe:
+            return None
+        window, part = divmod(place, self.pipe)
+        return self.virtual_stages - 1 - window, part
+
+    def closes_window(self, tick: int) -> bool:
+        """Whether a chunk's weights have arrived, or a chunk's gradients of ``p`` micro-batches are complete, after a tick."""
+        unit, gathered = self.weight_unit(tick), self.gathered(tick)
+        return (unit is not None and unit % self.pipe == self.pipe - 1) or (gathered is not None and gathered[1] == self.pipe - 1)
+
     def kind(self, tick: int) -> TickKind:
-        """What a tick does."""
+        """What a tick does; tick `ticks` has the last weight gradients and is else a cool-down tick without a unit."""
         return TickKind(
             forward=tick < self.warmup + self.steady,
             backward=tick >= self.warmup,
             embed=self.entering(tick) is not None,
             head=self.at_head(tick) is not None,
             embed_backward=self.leaving(tick) is not None,
+            weight_gradients=self.weight_unit(tick) is not None,
+            gather=self.gathered(tick) is not None,
+            scatter=self.scattered(tick) is not None,
         )
 
     def _micro_batch_of_rank(self, unit: int | None, rank: int) -> int | None:
@@ -239,7 +289,8 @@ def validate(schedule: Schedule) -> None:
 
     Raises AssertionError with the first fault found. Covers: one forward and one backward pass of every (virtual stage,
     micro-batch); each pass one tick or more after what it needs; residuals still in their slot when they are read; the
-    bubble; the bound of the slots.
+    bubble; the bound of the slots; weight gradients after the backward passes that they belong to; every chunk's weights
+    there before its first forward pass, and its gradients complete before they leave.
     """
     forward_tick: dict[tuple[int, int], int] = {}
     backward_tick: dict[tuple[int, int], int] = {}
@@ -271,8 +322,39 @@ def validate(schedule: Schedule) -> None:
                 holders[stage, unit.slot] = (unit.micro_batch, unit.chunk)
             if unit := schedule.backward(tick, stage):
                 assert holders.pop((stage, unit.slot)) == (unit.micro_batch, unit.chunk), f"wrong residuals in tick {tick}"
+    _validate_windows(schedule, forward_tick, backward_tick)
     assert abs(schedule.bubble - (schedule.pipe - 1) / (schedule.virtual_stages * schedule.micro_batches)) < 1e-12
     assert schedule.slots <= schedule.slot_bound, f"{schedule.slots} slots, bound {schedule.slot_bound}"
+
+
+def _validate_windows(
+    schedule: Schedule, forward_tick: dict[tuple[int, int], int], backward_tick: dict[tuple[int, int], int]
+) -> None:
+    p, v = schedule.pipe, schedule.virtual_stages
+    gathered: dict[int, list[tuple[int, int]]] = {chunk: [] for chunk in range(1, v)}
+    scattered: dict[int, list[tuple[int, int]]] = {chunk: [] for chunk in range(1, v)}
+    weight_ticks: dict[int, list[int]] = {chunk: [] for chunk in range(v)}
+    for tick in range(schedule.ticks + 1):
+        for moved, found in ((gathered, schedule.gathered(tick)), (scattered, schedule.scattered(tick))):
+            if found is not None:
+                moved[found[0]].append((tick, found[1]))
+        if (unit := schedule.weight_unit(tick)) is not None:
+            chunk = schedule.weight_chunk(tick)
+            assert chunk is not None
+            weight_ticks[chunk].append(tick)
+            for stage in range(p):
+                key = (chunk * p + stage, schedule.decode(unit)[0])
+                assert tick - backward_tick[key] == stage + 1, f"weight gradients of {key} in tick {tick}"
+    for chunk in range(v):
+        assert len(weight_ticks[chunk]) == schedule.micro_batches, f"weight gradients of chunk {chunk}: {weight_ticks[chunk]}"
+        ends = [tick for tick in weight_ticks[chunk] if schedule.closes_window(tick)]
+        assert ends == weight_ticks[chunk][p - 1 :: p], f"windows of chunk {chunk} end after {ends}"
+    for chunk in range(1, v):
+        first_forward = min(forward_tick[chunk * p + stage, 0] for stage in range(p))
+        for moved in (gathered[chunk], scattered[chunk]):
+            assert [part for _, part in moved] == list(range(p)), f"parts of chunk {chunk}: {moved}"
+        assert gathered[chunk][-1][0] < first_forward, f"chunk {chunk} arrives too late"
+        assert scattered[chunk][0][0] > weight_ticks[chunk][-1], f"chunk {chunk} leaves too early"
 
 
 def _walk(schedule: Schedule, direction: Literal["forward", "backward"]) -> Iterator[tuple[int, int, Unit]]:

@@ -1,7 +1,7 @@
 """The schedule as one table of small integers: what every stage does in every tick. No JAX.
 
 The step looks its row up instead of computing with tick and stage numbers, so that the only arithmetic about the schedule
-is the one in `schedule.py`, which `validate` proves. Row 0 is the fill before the first tick, the last row the drain after the last.
+is the one in `schedule.py`, which `validate` proves. Row 0 is the fill before the first tick, the last row that of the last weight gradients.
 """
 
 from dataclasses import dataclass, fields
@@ -16,6 +16,8 @@ class Row:
     ``late_*`` is the unit whose backward pass ran in the tick before; ``next_*`` the one that the forward slot runs in the
     next tick. ``*_first`` and ``*_last``: 1 where it is on the first or last virtual stage. ``entering``, ``head`` and
     ``leaving`` are micro-batches at the vocabulary, the same on all stages; ``head_busy`` 0: there is none at the head.
+    ``keep_slot`` and ``recall_slot``: where this tick's backward pass puts the operands of its weight gradients, and where
+    those of ``weight_chunk`` lie. ``gather_part`` and ``scatter_part`` are the parts that move, the second of ``scatter_chunk``.
     """
 
     forward_micro_batch: int
@@ -34,6 +36,18 @@ class Row:
     head: int
     head_busy: int
     leaving: int
+    keep_slot: int
+    recall_slot: int
+    weight_chunk: int
+    gather_chunk: int
+    gather_part: int
+    scatter_chunk: int
+    scatter_part: int
+
+
+def keep_slots(schedule: Schedule) -> int:
+    """Slots for operands of weight gradients: stage ``s`` reads them ``s + 1`` ticks later, and never while it writes."""
+    return schedule.pipe + 1
 
 
 COLUMNS = {field.name: index for index, field in enumerate(fields(Row))}
@@ -45,7 +59,8 @@ def schedule_row(schedule: Schedule, stage: int, tick: int) -> Row:
     idle = Unit(0, 0, schedule.slots)
     forward, backward = schedule.forward(tick, stage) or idle, schedule.backward(tick, stage)
     late, following = schedule.backward(tick - 1, stage), schedule.forward(tick + 1, stage)
-    at_head = schedule.at_head(tick)
+    at_head, slots = schedule.at_head(tick), keep_slots(schedule)
+    gathered, scattered = schedule.gathered(tick) or (0, 0), schedule.scattered(tick) or (0, 0)
     last_stage, last_chunk = stage == schedule.pipe - 1, schedule.virtual_stages - 1
     return Row(
         forward_micro_batch=forward.micro_batch,
@@ -64,11 +79,18 @@ def schedule_row(schedule: Schedule, stage: int, tick: int) -> Row:
         head=at_head or 0,
         head_busy=int(at_head is not None),
         leaving=schedule.leaving(tick) or 0,
+        keep_slot=tick % slots,
+        recall_slot=(tick - stage - 1) % slots,
+        weight_chunk=schedule.weight_chunk(tick) or 0,
+        gather_chunk=gathered[0],
+        gather_part=gathered[1],
+        scatter_chunk=scattered[0],
+        scatter_part=scattered[1],
     )
 
 
 def schedule_table(schedule: Schedule) -> list[list[tuple[int, ...]]]:
-    """``[stage][tick + 1][column]``, from the fill to the drain."""
+    """``[stage][tick + 1][column]``, from the fill to the last weight gradients."""
     columns = list(COLUMNS)
     rows = [[schedule_row(schedule, stage, tick) for tick in range(-1, schedule.ticks + 1)] for stage in range(schedule.pipe)]
     return [[tuple(getattr(row, column) for column in columns) for row in stage] for stage in rows]

@@ -16,13 +16,16 @@ from megascale_jax.parallel.pipeline.branch_operations import BranchOperations
 from megascale_jax.parallel.pipeline.operations import Operation
 from megascale_jax.parallel.pipeline.tick_state import cut
 from megascale_jax.parallel.pipeline.vocabulary_operations import VocabularyOperations
+from megascale_jax.parallel.pipeline.zero_operations import ZeroOperations
 
 
-class Tick(BranchOperations, VocabularyOperations):
+class Tick(BranchOperations, VocabularyOperations, ZeroOperations):
     """One tick of one step, inside ``shard_map``; `execute` runs its operations."""
 
     def execute(self, operation: Operation, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """Run one operation."""
+        if operation.slot == "Z":
+            return self._execute_zero(operation, *values)
         verb, half = operation.verb, None
         if verb[-1].isdigit():
             verb, half = verb[:-1], int(verb[-1]) - 1
@@ -32,6 +35,18 @@ class Tick(BranchOperations, VocabularyOperations):
         if not operation.writes:
             return ()
         return result if len(operation.writes) > 1 else (result,)
+
+    def _execute_zero(self, operation: Operation, value: jax.Array) -> tuple[Any, ...]:
+        if ".put_" in operation.name:
+            self.put_piece(operation.name, value)
+            return ()
+        move = self.gather_piece if ".gather_" in operation.name else self.scatter_piece
+        return (move(operation.name, value),)
+
+    @property
+    def part(self) -> jax.Array:
+        """Number of the part that moves in this tick; weights and gradients never move in one and the same."""
+        return self.column("gather_part") + self.column("scatter_part")
 
     def gather(self, x_BsD: jax.Array) -> jax.Array:
         """The whole sequence, from the tensor ranks."""
@@ -65,21 +80,21 @@ class Tick(BranchOperations, VocabularyOperations):
         """The next tick's input: from the embedding on the first virtual stage, else from the stage before."""
         if received_BsD is None:
             return embedded_BsD
-        return jnp.where(self._at("next_first") == 1, embedded_BsD, received_BsD)
+        return jnp.where(self.column("next_first") == 1, embedded_BsD, received_BsD)
 
     def next_norm(self, x_BsD: jax.Array) -> jax.Array:
         """Norm of the next tick's input."""
-        return self._branch(0).norm({"vectors": cut(self.weights["layers"]["vectors"], self._at("next_chunk"), 0)}, x_BsD)
+        return self._branch(0).norm({"vectors": cut(self.weights["layers"]["vectors"], self.column("next_chunk"), 0, x_BsD.shape[-1])}, x_BsD)
 
     def gradient(self, received_BsD: jax.Array, of_head_BsD: jax.Array | None = None) -> jax.Array:
         """The gradient of this tick's backward unit, zero in an idle slot."""
         if of_head_BsD is not None:
-            received_BsD = jnp.where(self._at("backward_last") == 1, of_head_BsD, received_BsD)
-        return jnp.where(self._at("backward_busy") == 1, received_BsD, 0)
+            received_BsD = jnp.where(self.column("backward_last") == 1, of_head_BsD, received_BsD)
+        return jnp.where(self.column("backward_busy") == 1, received_BsD, 0)
 
 
 _METHODS: Mapping[str, Callable[..., Any]] = {
-    **{f"{slot}.norm": Tick.norm for slot in "FRB"},
+    **{f"{slot}.norm": Tick.norm for slot in "FRW"},
     **{f"{slot}.in": Tick.project_in for slot in "FR"},
     **{f"{slot}.middle": Tick.middle for slot in "FR"},
     **{f"{slot}.out": Tick.project_out for slot in "FR"},
@@ -91,13 +106,11 @@ _METHODS: Mapping[str, Callable[..., Any]] = {
     "B.dmiddle": Tick.middle_backward,
     "B.din": Tick.input_gradient_in,
     "B.leave": Tick.leave,
-    **{f"{slot}.wout": Tick.weight_out for slot in "BL"},
-    **{f"{slot}.win": Tick.weight_in for slot in "BL"},
-    **{f"{slot}.addout": Tick.add_out for slot in "BL"},
-    **{f"{slot}.addin": Tick.add_in for slot in "BL"},
+    "B.keep": Tick.keep,
+    "W.wout": Tick.weight_out,
+    "W.win": Tick.weight_in,
     **{f"{slot}.finish": Tick.finish_backward for slot in "BL"},
-    **{f"{slot}.gather": lambda tick, place, number, x: tick.gather(x) for slot in "FRB"},
-    "B.regather": lambda tick, place, number, x: tick.gather(x),
+    **{f"{slot}.gather": lambda tick, place, number, x: tick.gather(x) for slot in "FRBW"},
     **{f"{slot}.scatter": lambda tick, place, number, x: tick.scatter(x) for slot in "FRBL"},
     **{f"{slot}.gather": Tick.gather for slot in "PHD"},
     **{f"{slot}.scatter": Tick.scatter for slot in "EH"},

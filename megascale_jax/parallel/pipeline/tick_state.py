@@ -1,11 +1,11 @@
 """What a tick knows and holds while it is traced: its row of the schedule, weights, batch; stash, gradients, loss.
 
-Operations of a tick are methods on top of it, in three files: one branch (`branch_operations.py`), the vocabulary
-(`vocabulary_operations.py`), and what connects stages and ticks (`tick.py`).
+Operations of a tick are methods on top of it, in four files: one branch (`branch_operations.py`), the vocabulary
+(`vocabulary_operations.py`), ZeRO-2 (`zero_operations.py`), and what connects stages and ticks (`tick.py`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from megascale_jax import axes
 from megascale_jax.model.branch import Branch
 from megascale_jax.model.transformer import Transformer
+from megascale_jax.parallel.pipeline.operations import Piece
 from megascale_jax.parallel.pipeline.table import COLUMNS
 
 Batch = Mapping[str, jax.Array]
@@ -23,13 +24,14 @@ Batch = Mapping[str, jax.Array]
 
 @dataclass(frozen=True)
 class Chunks:
-    """The static part of a pipeline: the chunk's branches, the number of stages, what is kept or recomputed."""
+    """The static part of a pipeline: the chunk's branches, the stages, what is recomputed, which ZeRO-2 pieces move in a tick."""
 
     transformer: Transformer
     branches: tuple[Branch, ...]
     branches_per_layer: int
     stages: int
     recomputes: bool
+    pieces: Mapping[str, Piece] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -41,42 +43,60 @@ class Place:
     slot: jax.Array
 
 
+@dataclass(frozen=True)
+class Constants:
+    """What a tick reads and never writes.
+
+    ``weights`` as of `ZeroSharding.gather`, embed dims padded; ``shards`` and ``totals``: `Windows` about them.
+    """
+
+    weights: Mapping[str, Any]
+    batch: Batch
+    key: jax.Array | None
+    scale: jax.Array
+    shards: Mapping[str, jax.Array] = field(default_factory=dict)
+    totals: Mapping[str, jax.Array] = field(default_factory=dict)
+
+
 class TickState:
     """``row``: this stage's row of the schedule's table, int32 ``[len(COLUMNS)]``; ``held`` as the property gives it back."""
 
-    def __init__(
-        self,
-        chunks: Chunks,
-        weights: Mapping[str, Any],
-        batch: Batch,
-        key: jax.Array | None,
-        scale: jax.Array,
-        row: jax.Array,
-        held: Mapping[str, Any],
-    ):
-        self.chunks, self.weights, self.batch, self.key, self.scale = chunks, weights, batch, key, scale
+    def __init__(self, chunks: Chunks, constants: Constants, row: jax.Array, held: Mapping[str, Any]):
+        self.chunks, self.constants = chunks, constants
+        self.weights, self.batch, self.key, self.scale = constants.weights, constants.batch, constants.key, constants.scale
         # scalars behind a barrier: XLA updates a slice in place only where reader and writer share the very same index
         self.columns = jax.lax.optimization_barrier(tuple(row[index] for index in range(len(COLUMNS))))
         self.model, self.communication = chunks.transformer.model, chunks.transformer.communication
         self.stage = jax.lax.axis_index(axes.PIPE)
-        self.stash, self.gradients, self.loss = held["stash"], held["gradients"], held["loss"]
+        self.stash, self.kept, self.sums, self.arriving = (held[name] for name in ("stash", "kept", "sums", "arriving"))
+        self.gradients, self.loss = held["gradients"], held["loss"]
 
     @property
     def held(self) -> dict[str, Any]:
         """What operations have updated."""
-        return {"stash": self.stash, "gradients": self.gradients, "loss": self.loss}
+        return {
+            "stash": self.stash,
+            "kept": self.kept,
+            "sums": self.sums,
+            "arriving": self.arriving,
+            "gradients": self.gradients,
+            "loss": self.loss,
+        }
 
-    def _at(self, column: str) -> jax.Array:
+    def column(self, column: str) -> jax.Array:
+        """This stage's entry of the schedule's table."""
         return self.columns[COLUMNS[column]]
 
     @cached_property
     def _places(self) -> dict[str, Place]:
         forward, backward = self._place("forward"), self._place("backward")
-        late = Place(self._at("late_chunk"), self._at("leaving"), forward.slot)
-        return {"F": forward, "B": backward, "R": backward, "L": late}
+        late = Place(self.column("late_chunk"), self.column("leaving"), forward.slot)
+        # all that weight gradients read of their unit is its chunk
+        weight = Place(self.column("weight_chunk"), backward.micro_batch, backward.slot)
+        return {"F": forward, "B": backward, "R": backward, "L": late, "W": weight}
 
     def _place(self, slot: str) -> Place:
-        return Place(*(self._at(f"{slot}_{part}") for part in ("chunk", "micro_batch", "slot")))
+        return Place(*(self.column(f"{slot}_{part}") for part in ("chunk", "micro_batch", "slot")))
 
     def _micro_batch_key(self, micro_batch: jax.Array) -> jax.Array | None:
         return None if self.key is None else jax.random.fold_in(self.key, micro_batch)
@@ -92,10 +112,10 @@ def put(stacked: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(stacked, value, index, 0, allow_negative_indices=False)
 
 
-def cut(stacked: jax.Array, chunk: jax.Array, depth: int) -> jax.Array:
-    """One layer out of a stack ``[chunk, layer, ...]``."""
-    sizes = (1, 1, *stacked.shape[2:])
-    return jax.lax.dynamic_slice(stacked, _origin(stacked, chunk, depth, 0), sizes, allow_negative_indices=False)[0, 0]
+def cut(stacked: jax.Array, chunk: jax.Array, depth: int, rows: int) -> jax.Array:
+    """One layer out of a stack ``[chunk, layer, ...]``; of a matrix the first ``rows``, what follows are pads."""
+    kept = (rows, *stacked.shape[3:]) if stacked.ndim == 4 else stacked.shape[2:]
+    return jax.lax.dynamic_slice(stacked, _origin(stacked, chunk, depth, 0), (1, 1, *kept), allow_negative_indices=False)[0, 0]
 
 
 def half_of(x_BSD: jax.Array, half: int | None) -> jax.Array:
@@ -104,7 +124,7 @@ def half_of(x_BSD: jax.Array, half: int | None) -> jax.Array:
     return x_BSD if half is None else x_BSD[..., middle:] if half else x_BSD[..., :middle]
 
 
-def add_at(stacked: jax.Array, chunk: jax.Array, depth: int, value: jax.Array, row: int) -> jax.Array:
+def add_at(stacked: jax.Array, chunk: jax.Array, depth: int, value: jax.Array, row: int = 0) -> jax.Array:
     """The stack with ``value`` added to rows of one layer, from ``row`` on."""
     # no reshape between slice and update: XLA then adds in place in one pass over the memory instead of three
     origin, sizes = _origin(stacked, chunk, depth, row), (1, 1, *value.shape)

@@ -18,11 +18,11 @@ class VocabularyOperations(TickState):
 
     def embed_rows(self) -> jax.Array:
         """This rank's vocabulary's share of the entering micro-batch's embeddings."""
-        return self.chunks.transformer.embed_local(self.weights["ends"], take(self.batch["tokens"], self._at("entering")))
+        return self.chunks.transformer.embed_local(self.weights["ends"], take(self.batch["tokens"], self.column("entering")))
 
     def embed_finish(self, x_BsD: jax.Array) -> jax.Array:
         """Learned positions and dropout."""
-        return self._positioned(self.weights["ends"], x_BsD, self._at("entering"))
+        return self._positioned(self.weights["ends"], x_BsD, self.column("entering"))
 
     def _positioned(self, ends: Mapping[str, jax.Array], x_BsD: jax.Array, micro_batch: jax.Array) -> jax.Array:
         key = self._micro_batch_key(micro_batch)
@@ -31,10 +31,10 @@ class VocabularyOperations(TickState):
 
     def embed_split(self, g_BsD: jax.Array) -> jax.Array:
         """Gradient of the embedded rows where this rank finished one, zero elsewhere; learned positions take theirs."""
-        own_BsD = jnp.where(self._at("late_first") == 1, g_BsD, 0)
+        own_BsD = jnp.where(self.column("late_first") == 1, g_BsD, 0)
         zero = jnp.zeros_like(own_BsD)
         ends = {name: value for name, value in self.weights["ends"].items() if name == "position"}
-        _, pull = jax.vjp(lambda e, x: self._positioned(e, x, self._at("leaving")), ends, zero)
+        _, pull = jax.vjp(lambda e, x: self._positioned(e, x, self.column("leaving")), ends, zero)
         d_ends, d_x_BsD = pull(own_BsD)
         for name, gradient in d_ends.items():
             self._add_end(name, gradient)
@@ -42,7 +42,7 @@ class VocabularyOperations(TickState):
 
     def embed_add(self, g_BSD: jax.Array) -> None:
         """Add up the gradient of this rank's rows of the table."""
-        tokens_BS = take(self.batch["tokens"], self._at("leaving"))
+        tokens_BS = take(self.batch["tokens"], self.column("leaving"))
         table = self.weights["ends"]["embedding"]
         _, pull = jax.vjp(lambda t: self.chunks.transformer.embed_local({"embedding": t}, tokens_BS), jnp.zeros(table.shape, jnp.float32))
         self._add_end("embedding", pull(g_BSD.astype(jnp.float32))[0])
@@ -54,7 +54,7 @@ class VocabularyOperations(TickState):
     @cached_property
     def _targets(self) -> jax.Array:
         """Targets of the micro-batch at the head; ignored ones when there is none."""
-        return jnp.where(self._at("head_busy") == 1, take(self.batch["targets"], self._at("head")), IGNORE)
+        return jnp.where(self.column("head_busy") == 1, take(self.batch["targets"], self.column("head")), IGNORE)
 
     def head_split(self, y_BsD: jax.Array) -> jax.Array:
         """The last stage's output; zero elsewhere."""

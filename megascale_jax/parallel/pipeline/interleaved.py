@@ -1,0 +1,257 @@
+"""Interleaved 1F1B: loops over the ticks of a `Schedule`, each tick a `TickPlan`.
+
+What changes in every tick is carried through it (`_tick`): inputs, stash, the sums of a window. What changes where a window
+ends (`windows.py`) lies around the ticks: weights that have arrived, totals of the gradients, shards that have left. So no
+tick both reads and writes the large arrays, and XLA copies none of them.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from megascale_jax import axes
+from megascale_jax.config.layout import Layout
+from megascale_jax.config.schema import ParallelConfig
+from megascale_jax.config.stages import EMPTY
+from megascale_jax.model.branch import Rows, branches_of
+from megascale_jax.model.transformer import Transformer
+from megascale_jax.parallel.pipeline.engine import run_phases
+from megascale_jax.parallel.pipeline.executor import fold_rank, zero_gradients
+from megascale_jax.parallel.pipeline.loops import Loop, Run, forward_loops, training_loops
+from megascale_jax.parallel.pipeline.operations import (
+    KEPT,
+    LATE,
+    TickShape,
+    fill_operations,
+    light_operations,
+    tick_operations,
+    tick_shape,
+    zero_pieces,
+)
+from megascale_jax.parallel.pipeline.phases import TickPlan, plan_phases
+from megascale_jax.parallel.pipeline.schedule import Schedule, TickKind
+from megascale_jax.parallel.pipeline.table import keep_slots, schedule_table
+from megascale_jax.parallel.pipeline.tick import Tick
+from megascale_jax.parallel.pipeline.tick_state import Batch, Chunks, Constants
+from megascale_jax.parallel.pipeline.windows import State, Windows
+from megascale_jax.parallel.zero import Shards, ZeroSharding
+
+Carry = dict[str, Any]
+Make = Callable[[jax.Array, Carry], Tick]
+"""A tick of a row of the table and a carry."""
+
+
+class Pipeline:
+    """Interleaved 1F1B over ``pipe`` stages, each tick a list of phases."""
+
+    def __init__(self, transformer: Transformer, layout: Layout, parallel: ParallelConfig, zero: ZeroSharding):
+        self.transformer, self.layout, self.remat, self.zero = transformer, layout, parallel.remat, zero
+        self.delay: Literal[0, 1] = parallel.backward_delay
+        self.branches = tuple(
+            branch
+            for window in layout.chunk_windows
+            for branch in branches_of(transformer.model, transformer.columns, transformer.operators, window)
+        )
+        self.axis_sizes = layout.mesh.by_axis
+        self.shape = tick_shape(transformer.model, parallel, layout)
+        self.light = light_operations(transformer.model, layout)
+        self.plan = cache(self._plan)
+
+    def _plan(self, kind: TickKind) -> TickPlan:
+        return plan_phases(tick_operations(kind, self.shape), self.axis_sizes, self.light)
+
+    def schedule(self, micro_batches: int, backward_delay: Literal[0, 1] | None = None) -> Schedule:
+        """The schedule of a step of so many micro-batches."""
+        delay = self.delay if backward_delay is None else backward_delay
+        return Schedule(self.layout.mesh.pipe, self.layout.virtual_stages, micro_batches, delay)
+
+    def loss(self, params: Shards, batch: Batch) -> jax.Array:
+        """See `Executor`; a forward pass in ``m v + p - 1`` ticks, all weights gathered before."""
+        schedule = self.schedule(batch["tokens"].shape[0], 0)
+        shape = TickShape(len(self.branches), recompute=False, backward_delay=0)
+        chunks, weights = self._chunks(recomputes=False), self.zero.gather(params)
+
+        def plan(kind: TickKind) -> TickPlan:
+            operations = [o for o in tick_operations(kind, shape) if o.verb != "store"]
+            return plan_phases(operations, self.axis_sizes, self.light)
+
+        constants = Constants(weights, batch, None, jnp.float32(1))
+        held = {"stash": {}, "kept": {}, "sums": {}, "arriving": {}, "gradients": {}, "loss": jnp.float32(0)}
+        rows = _stage_rows(schedule)
+        carry = self._filled(Tick(chunks, constants, rows[0], held))
+        for loop in forward_loops(schedule):
+            carry = _repeat(partial(self._loop, loop, plan, partial(Tick, chunks, constants)), carry, loop, rows)
+        return carry["held"]["loss"]
+
+    def _loop(self, loop: Loop, plan: Callable[[TickKind], TickPlan], make: Make, carry: Carry, rows: jax.Array) -> Carry:
+        """One repetition of a loop in which no window ends."""
+        start = 0
+        for run in loop.runs:
+            carry, _ = self._ticks(plan(run.kind), run.kind, make, carry, rows[start : start + run.ticks])
+            start += run.ticks
+        return carry
+
+    def loss_and_gradients(self, params: Shards, batch: Batch, scale: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, Shards]:
+        """See `Executor`."""
+        schedule = self.schedule(batch["tokens"].shape[0])
+        chunks = self._chunks(recomputes=self.remat == "full")
+        windows = Windows(self.zero, chunks, self.shape.halves)
+        rows, shards, small = _stage_rows(schedule), self.zero.shards(params), self.zero.gather_small(params)
+        with jax.named_scope("fill"):
+            state = windows.start(shards)
+
+        def constants(state: State) -> Constants:
+            weights = small | {"layers": small["layers"] | state.weights}
+            return Constants(weights, batch, None if key is None else fold_rank(key), scale, shards, state.totals)
+
+        like = _activation(small, batch, self.axis_sizes)
+        held = {
+            "stash": self._empty_stash(schedule.slots + 1, windows, batch, like),
+            "kept": self._empty_rings(keep_slots(schedule), windows, batch, like),
+            "sums": windows.empty_sums(),
+            "arriving": windows.empty_arriving(shards),
+            "gradients": zero_gradients(small),
+            "loss": jnp.float32(0),
+        }
+        carry = self._filled(Tick(chunks, constants(state), rows[0], held))
+
+        def window(run: Run, both: tuple[Carry, State], rows: jax.Array) -> tuple[Carry, State]:
+            carry, state = both
+            make = partial(Tick, chunks, constants(state))
+            carry, moved = self._ticks(self.plan(run.kind), run.kind, make, carry, rows)
+            if run.closes:
+                with jax.named_scope("close"):
+                    carry["held"], state = windows.close(run.kind, make(rows[-1], carry["held"]), state, moved)
+            return carry, state
+
+        def repetition(loop: Loop, both: tuple[Carry, State], rows: jax.Array) -> tuple[Carry, State]:
+            start = 0
+            for run in loop.runs:
+                own = rows[start : start + run.ticks].reshape(run.repeats, run.length, -1)
+                both = window(run, both, own[0]) if run.repeats == 1 else _scan(partial(window, run), both, own)
+                start += run.ticks
+            return both
+
+        both = (carry, state)
+        for loop in training_loops(schedule):
+            both = _repeat(partial(repetition, loop), both, loop, rows)
+        carry, state = both
+        with jax.named_scope("drain"):
+            matrices = self.zero.logical(windows.finish(state))
+            gradients = self.zero.scatter_small(self._without_pads(carry["held"]["gradients"]))
+        return carry["held"]["loss"], gradients | matrices
+
+    def _chunks(self, *, recomputes: bool) -> Chunks:
+        per_layer = len(self.branches) // self.layout.layers_per_chunk
+        return Chunks(self.transformer, self.branches, per_layer, self.layout.mesh.pipe, recomputes, zero_pieces(self.shape))
+
+    def _filled(self, tick: Tick) -> Carry:
+        """The carry before the first tick: its input is there, nothing is late."""
+        plan = plan_phases(fill_operations(), self.axis_sizes)
+        with jax.named_scope("fill"):
+            first, zero = run_phases(plan, tick.execute, {}, ("next.x", "next.N"))
+        tick.loss = tick.loss + zero
+        x_BsD, N_BSD = first["next.x"], first["next.N"]
+        late = {"g": jnp.zeros_like(x_BsD), "x": jnp.zeros_like(x_BsD), "dN": jnp.zeros_like(N_BSD)}
+        return {"x": x_BsD, "N": N_BSD, "wait": x_BsD, "last": jnp.zeros_like(x_BsD), "late": late, "held": tick.held}
+
+    def _ticks(self, plan: TickPlan, kind: TickKind, make: Make, carry: Carry, rows: jax.Array) -> tuple[Carry, dict[str, jax.Array]]:
+        """Ticks of one kind; the carry after them, and what left in each, ``[tick, ...]``."""
+        step = partial(self._tick, plan, kind, make)
+        if rows.shape[0] > 1:
+            return jax.lax.scan(step, carry, rows)
+        carry, moved = step(carry, rows[0])
+        return carry, jax.tree.map(lambda leaf: leaf[None], moved)
+
+    def _tick(self, plan: TickPlan, kind: TickKind, make: Make, carry: Carry, row: jax.Array) -> tuple[Carry, dict[str, jax.Array]]:
+        tick = make(row, carry["held"])
+        recalled = tick.recall() if kind.weight_gradients else {}
+        late = {f"late.{name}": value for name, value in carry["late"].items()}
+        values = {"F0.x": carry["x"], "F0.N": carry["N"], "wait.x": carry["wait"], "last.y": carry["last"], **late, **recalled}
+        output = f"F{len(self.branches)}.x"
+        leaving = [operation.writes[0] for operation in plan.operations if operation.verb.startswith("scatter_")]
+        sums = [value for operation in plan.operations if operation.slot == "W" for value in operation.writes if ".sum_" in value]
+        wanted = [
+            *(("next.x", "next.N", output) if kind.forward else ()),
+            *(("E.x",) if kind.embed and kind.forward else ()),
+            *((f"left.{name}" for name in LATE) if kind.backward else ()),
+            *leaving,
+            *sums,
+        ]
+        with jax.named_scope(kind.part):
+            result, zero = run_phases(plan, tick.execute, values | {"part": tick.part}, wanted)
+        tick.loss = tick.loss + zero
+        if sums:
+            tick.sums = {
+                number: {matrix: tuple(result[f"W{number}.sum_{matrix}{half}"] for half in self.shape.halves) for matrix in ("in", "out")}
+                for number in range(len(self.branches))
+            }
+        after = dict(carry) | {"held": tick.held}
+        if kind.forward:
+            after |= {"x": result["next.x"], "N": result["next.N"], "last": result[output], "wait": result.get("E.x", carry["wait"])}
+        if kind.backward:
+            after["late"] = {name: result[f"left.{name}"] for name in LATE}
+        return after, {name: result[name] for name in leaving}
+
+    def _empty_stash(self, slots: int, windows: Windows, batch: Batch, like: jax.ShapeDtypeStruct) -> dict[int, Any]:
+        """Zeros for what `Tick.store` keeps; ``slots`` is one more than the schedule's: idle ticks write there."""
+        whole = (like.shape[0], batch["tokens"].shape[2])
+        ids = jax.ShapeDtypeStruct(whole, jnp.int32)
+        stash: dict[int, Any] = {}
+        for number, branch in enumerate(self.branches[:1] if self.remat == "full" else self.branches):
+            kept: dict[str, Any] = {"x": like}
+            if self.remat != "full":
+                kept["y"] = jax.ShapeDtypeStruct((*whole, windows.width(branch.w_in)), like.dtype)
+            if self.remat == "none":
+                kept["saved"] = jax.eval_shape(lambda y, p, s, b=branch: b.middle_forward(y, Rows(p, s))[1], kept["y"], ids, ids)
+            stash[number] = _zeros(slots, kept)
+        return stash
+
+    def _empty_rings(self, slots: int, windows: Windows, batch: Batch, like: jax.ShapeDtypeStruct) -> dict[int, Any]:
+        """Zeros for what `Tick.keep` keeps."""
+        rings: dict[int, Any] = {}
+        for number, branch in enumerate(self.branches):
+            whole = (like.shape[0], batch["tokens"].shape[2])
+            widths = {"G": like.shape[2], "z": windows.width(branch.w_out), "dy": windows.width(branch.w_in)}
+            kept = {name: jax.ShapeDtypeStruct((*whole, widths[name]), like.dtype) if name in widths else like for name in KEPT}
+            rings[number] = _zeros(slots, kept)
+        return rings
+
+    def _without_pads(self, gradients: Any) -> Any:
+        """No gradient where a chunk is shorter than the deepest one; all others of such a layer are zero by themselves."""
+        if self.layout.stages.is_even:
+            return gradients
+        layers = gradients["layers"]
+        real_SVL = jnp.asarray(np.array(self.layout.stages.table) != EMPTY)
+        real = real_SVL[jax.lax.axis_index(axes.PIPE)][:, :, None, None]
+        return gradients | {"layers": layers | {"vectors": jnp.where(real, layers["vectors"], 0)}}
+
+
+def _scan(body: Callable[[Any, jax.Array], Any], carry: Any, rows: jax.Array) -> Any:
+    return jax.lax.scan(lambda carry, row: (body(carry, row), None), carry, rows)[0]
+
+
+def _repeat(body: Callable[[Any, jax.Array], Any], carry: Any, loop: Loop, rows: jax.Array) -> Any:
+    """All repetitions of a loop; ``rows``: this stage's rows of the schedule's table, the first one the fill's."""
+    own = rows[loop.start + 1 :][: loop.period * loop.repeats].reshape(loop.repeats, loop.period, -1)
+    return body(carry, own[0]) if loop.repeats == 1 else _scan(body, carry, own)
+
+
+def _stage_rows(schedule: Schedule) -> jax.Array:
+    """This stage's rows of the schedule's table, int32 ``[ticks + 2, len(COLUMNS)]``."""
+    return jnp.asarray(np.array(schedule_table(schedule), np.int32))[jax.lax.axis_index(axes.PIPE)]
+
+
+def _activation(weights: Any, batch: Batch, axis_sizes: Any) -> jax.ShapeDtypeStruct:
+    """Shape of this rank's part of a residual stream."""
+    table = weights["ends"]["embedding"]
+    _, rows, length = batch["tokens"].shape
+    return jax.ShapeDtypeStruct((rows, length // axis_sizes[axes.TENSOR], table.shape[1]), table.dtype)
+
+
+def _zeros(slots: int, kept: dict[str, Any]) -> Any:
+    return jax.tree.map(lambda leaf: jnp.zeros((slots, *leaf.shape), leaf.dtype), kept)
