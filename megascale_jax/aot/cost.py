@@ -6,6 +6,9 @@ in place the update, twice. Attention counts the keys a query sees (causal, insi
 products for two. A collective takes the bytes that cross the link over its rate, plus a latency: ``(n - 1)`` shards for a
 gather, ``(n - 1) / n`` of the input for a reduce-scatter, twice that for an all-reduce, the payload for a permute. Only the
 ``tensor`` axis stays on the fast link.
+
+A conditional costs its dearest branch as often as it is taken: a slot of the pipeline turns to another chunk
+(`parallel/pipeline/operations.py`) once in ``pipe`` ticks, any other one counts every time.
 """
 
 import json
@@ -15,11 +18,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megascale_jax import axes
-from megascale_jax.aot.hlo import Computation, Instruction, Module
+from megascale_jax.aot.hlo import Computation, Instruction, Module, branches_of
 from megascale_jax.config.schema import RatesConfig
 
 Kind = Literal["gemm", "attention", "memory", "free"]
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id", "opt-barrier"}
+TURN = "P.turn_"
+"""In the name of what a slot of the pipeline does where it turns to another chunk."""
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute", "all-to-all", "collective-broadcast")
 
 
@@ -55,6 +60,8 @@ class CostModel:
         is_collective = instruction.opcode.removesuffix("-start") in COLLECTIVES
         if instruction.opcode in _FREE or instruction.opcode.endswith("-done") or is_collective:
             return Kernel("free", 0, 0, 0)
+        if instruction.opcode == "conditional":
+            return self._conditional(instruction)
         target = instruction.text("custom_call_target") or ""
         size = self._bytes(instruction, computation)
         memory_s = size / (self.rates.memory_gbps * 1e9)
@@ -65,6 +72,14 @@ class CostModel:
         if flops:
             return Kernel("gemm", flops, size, max(flops / (self.rates.gemm_tflops * 1e12), memory_s))
         return Kernel("memory", 0, size, memory_s)
+
+    def _conditional(self, instruction: Instruction) -> Kernel:
+        share = 1 / self.mesh[axes.PIPE] if TURN in (instruction.text("op_name") or "") else 1.0
+        branches = [self.module.computations[name] for name in branches_of(instruction)]
+        costs = [[self.kernel(part, branch) for part in branch.instructions] for branch in branches]
+        dearest = max(costs, key=lambda kernels: sum(kernel.seconds for kernel in kernels))
+        seconds, flops, size = (sum(getattr(kernel, name) for kernel in dearest) for name in ("seconds", "flops", "bytes"))
+        return Kernel("gemm" if flops else "memory", flops * share, size * share, seconds * share)
 
     def collective(self, instruction: Instruction, computation: Computation) -> Collective:
         """Cost of a collective, given its start (or itself where it is synchronous)."""

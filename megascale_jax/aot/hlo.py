@@ -116,6 +116,14 @@ def trip_count(loop: Instruction) -> int:
     return int(found.group(1))
 
 
+def branches_of(conditional: Instruction) -> tuple[str, ...]:
+    """Names of the computations that a ``conditional`` chooses from."""
+    listed = re.search(r"branch_computations=\{([^}]*)\}", conditional.attributes)
+    if listed:
+        return tuple(name.strip().removeprefix("%") for name in listed.group(1).split(","))
+    return tuple(name for which in ("true", "false") if (name := conditional.reference(f"{which}_computation")))
+
+
 def _parse_instruction(line: str) -> Instruction | None:
     start = _START.match(line)
     if not start:

@@ -1,6 +1,6 @@
 """Operations of one residual branch in a tick: slots F, R, B, L and W. ``number`` is the branch's place in its chunk."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,25 @@ class BranchOperations(TickState):
         return self.chunks.branches[number]
 
     def _layer(self, place: Place, number: int, *names: str) -> dict[str, jax.Array]:
-        """The named weights of a branch, cut out of the stack of chunks."""
-        depth = number // self.chunks.branches_per_layer
-        return {name: cut(self.weights["layers"][name], place.chunk, depth, self.model.hidden_size) for name in names}
+        """The named weights of a branch: matrices that the slot holds, all else cut out of the stack of chunks."""
+        held = self.now.get(place.direction, {}).get(number, {})
+        return {name: held[name] if name in held else self._cut(place.chunk, number, name) for name in names}
+
+    def _cut(self, chunk: jax.Array, number: int, name: str) -> jax.Array:
+        return cut(self.weights["layers"][name], chunk, number // self.chunks.branches_per_layer, self.model.hidden_size)
+
+    def turn(self, direction: Literal["forward", "backward"], turns: jax.Array, chunk: jax.Array) -> Any:
+        """The matrices that a slot holds from now on: those of ``chunk`` where ``turns`` is 1."""
+        held = self.now[direction]
+
+        def copied(_: Any) -> Any:
+            return {number: {name: self._cut(chunk, number, name) for name in matrices} for number, matrices in held.items()}
+
+        return jax.lax.cond(turns == 1, copied, lambda held: held, held)
+
+    def hold(self, direction: Literal["forward", "backward"], matrices: Any) -> None:
+        """Take what `turn` gave."""
+        self.now = self.now | {direction: matrices}
 
     def _add(self, place: Place, number: int, name: str, gradient: jax.Array | None) -> None:
         """Add to the gradient of a vector."""

@@ -72,7 +72,7 @@ class Pipeline:
     def loss(self, params: Shards, batch: Batch) -> jax.Array:
         """See `Executor`; a forward pass in ``m v + p - 1`` ticks, all weights gathered before."""
         schedule = self.schedule(batch["tokens"].shape[0], 0)
-        shape = TickShape(len(self.branches), recompute=False, backward_delay=0)
+        shape = TickShape(len(self.branches), recompute=False, backward_delay=0, turns=False)
         chunks, weights = self._chunks(recomputes=False), self.zero.gather(params)
 
         def plan(kind: TickKind) -> TickPlan:
@@ -80,7 +80,7 @@ class Pipeline:
             return plan_phases(operations, self.axis_sizes, self.light)
 
         constants = Constants(weights, batch, None, jnp.float32(1))
-        held = {"stash": {}, "kept": {}, "sums": {}, "arriving": {}, "gradients": {}, "loss": jnp.float32(0)}
+        held = {"stash": {}, "kept": {}, "sums": {}, "arriving": {}, "gradients": {}, "loss": jnp.float32(0), "now": {}}
         rows = _stage_rows(schedule)
         carry = self._filled(Tick(chunks, constants, rows[0], held))
         for loop in forward_loops(schedule):
@@ -116,6 +116,7 @@ class Pipeline:
             "arriving": windows.empty_arriving(shards),
             "gradients": zero_gradients(small),
             "loss": jnp.float32(0),
+            "now": windows.first_turn(state),
         }
         carry = self._filled(Tick(chunks, constants(state), rows[0], held))
 
@@ -183,7 +184,7 @@ class Pipeline:
             *sums,
         ]
         with jax.named_scope(kind.part):
-            result, zero = run_phases(plan, tick.execute, values | {"part": tick.part}, wanted)
+            result, zero = run_phases(plan, tick.execute, values | {"part": tick.part, "turn": tick.turns}, wanted)
         tick.loss = tick.loss + zero
         if sums:
             tick.sums = {

@@ -1,6 +1,6 @@
 """What a tick has to do, as data: its operations, and what each reads and writes. No JAX.
 
-An *operation* is a heavy kernel (``compute``), a ``collective`` over one mesh axis, or ``glue``: element-wise work and
+An *operation* is a heavy kernel (``compute``), a ``collective`` over one mesh axis, a ``copy`` of weights, or ``glue``: element-wise work and
 attention, which runs between phases, when something needs its result (or as soon as it can, where it writes nothing).
 A chunk is a chain of *branches* (one per parallel block, two per serial block), each ``x + f(norm(x))`` with one gather,
 one scatter, an input and an output GEMM. Names are ``<slot><branch>.<verb>`` for operations and ``<slot><branch>.<value>``
@@ -17,6 +17,11 @@ A tick starts with its input, as it is and normed and gathered (``F0.x``, ``F0.N
 same for the next. The operands of weight gradients are there from the start of a tick (`schedule.py`), so their GEMMs wait
 for nothing and cover whatever else has no other work beside it.
 
+**Turns.** A slot's weights lie in one place in memory, so that its GEMMs read them without looking a chunk up, and are copied
+there when the slot turns to another chunk: once in ``p`` ticks. A stage turns one tick after its neighbour, right before the
+message that follows the turn, so the copy goes between the start and the end of that message (``P.turn_*``): the sender's copy
+then delays a message that the receiver, copying itself, is not ready for. Anywhere else the delays of all stages would add up.
+
 **ZeRO-2 pieces.** A chunk's weights arrive, and its gradients leave, in the ``p`` ticks of a window. In each, every GEMM
 carries a piece of the same matrix of another chunk: a share of the ``p``-th part that is its share of the FLOPs which that
 matrix costs in the tick. A piece then takes as long as its GEMM times one constant of model and links, whatever the sizes.
@@ -32,12 +37,12 @@ from megascale_jax.config.schema import ModelConfig, ParallelConfig
 from megascale_jax.model.parameters import fused_groups, parameter_specs
 from megascale_jax.parallel.pipeline.schedule import TickKind
 
-OperationKind = Literal["compute", "collective", "glue"]
+OperationKind = Literal["compute", "collective", "copy", "glue"]
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One step of a tick; ``axes`` are the mesh axes of a collective, ``beside`` the compute that it goes with, if that is fixed."""
+    """One step of a tick; ``axes`` are the mesh axes of a collective, ``beside`` what it shares a phase with, if that is fixed."""
 
     name: str
     kind: OperationKind
@@ -76,12 +81,14 @@ class TickShape:
     ``branches`` of a chunk; ``recompute``: the backward slot runs the chunk's forward pass again; ``backward_delay`` as
     in the schedule: the head takes the last tick's output (1) or this tick's (0). ``halved``: weight gradients are
     cut in two, each half still long enough to cover a message, so that there are more kernels to hide messages under.
+    ``turns``: weights are copied where a slot turns to another chunk, not looked up in every tick.
     """
 
     branches: int
     recompute: bool
     backward_delay: Literal[0, 1]
     halved: bool = False
+    turns: bool = True
 
     @property
     def halves(self) -> tuple[str, ...]:
@@ -123,12 +130,15 @@ def tick_operations(kind: TickKind, shape: TickShape) -> tuple[Operation, ...]:
         result += _forward("F", shape.branches, gather_first=False, finish_last=True)
         result += _stores(shape)
         result += _next_input(f"F{shape.branches}.x", embed=kind.embed)
+        if shape.turns:
+            result += _turn("forward", "P.send_y")
     if kind.head:
         source = "last.y" if shape.backward_delay else f"F{shape.branches}.x"
         result += [*_head(source), *(_HEAD_BACKWARD if kind.backward else ())]
     if kind.backward:
         result += [*_LATE, *(_EMBED_BACKWARD if kind.embed_backward else ())]
         result.append(_collective("P.send_g", axes.PIPE, "L0.g", "P.g"))
+        result += _turn("backward", "P.send_g")
         result.append(_glue("P.gradient", ["P.g", *(["H.g"] if kind.head else [])], f"B{shape.branches}.g"))
         if shape.recompute:
             result.append(_glue("R0.load", [f"B{shape.branches}.g"], "R0.x"))
@@ -259,6 +269,11 @@ def _backward(branches: int, source: str) -> list[Operation]:
         else:
             result.append(_glue("B0.leave", ["B1.g", x, "B0.dN"], *(f"left.{name}" for name in LATE)))
     return result
+
+
+def _turn(slot: str, message: str) -> list[Operation]:
+    copy = Operation(f"P.turn_{slot}", "copy", ("turn",), (f"turned_{slot}",), beside=message)
+    return [copy, _glue(f"P.hold_{slot}", [f"turned_{slot}"])]
 
 
 def _weight_gradients(k: int, halves: tuple[str, ...]) -> list[Operation]:

@@ -1,7 +1,7 @@
 """The order of a tick: phases that pair compute with communication, planned from its operations. No JAX.
 
-A *phase* is at most one compute and at most one collective per link, which run at the same time; the executor puts a
-barrier on both sides, so this list is the order on the device and the reader's overlap plan.
+A *phase* is at most one compute and at most one collective per link, which run at the same time, and copies of weights that
+belong to one of them; the executor puts a barrier on both sides, so this list is the order on the device and the reader's overlap plan.
 
 The rule: walk forward in phases. Of what is ready (all it reads comes from earlier phases, with glue in between), take the
 compute with the longest chain of work behind it, and per mesh axis the collective with the longest chain behind it; equal
@@ -24,11 +24,12 @@ class Phase:
 
     compute: str | None
     collectives: tuple[str, ...]
+    copies: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
         """Collectives first: their starts come before the kernel."""
-        return (*self.collectives, *((self.compute,) if self.compute else ()))
+        return (*self.collectives, *((self.compute,) if self.compute else ()), *self.copies)
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,9 @@ class TickPlan:
     def table(self) -> str:
         """The phases as text, ``compute | collectives`` a line."""
         width = max((len(phase.compute or "-") for phase in self.phases), default=1)
-        return "\n".join(f"{phase.compute or '-':{width}} | {', '.join(phase.collectives) or '-'}" for phase in self.phases)
+        return "\n".join(
+            f"{phase.compute or '-':{width}} | {', '.join((*phase.collectives, *phase.copies)) or '-'}" for phase in self.phases
+        )
 
 
 def plan_phases(operations: Iterable[Operation], axis_sizes: Mapping[str, int], light: Collection[str] = ()) -> TickPlan:
@@ -65,7 +68,7 @@ def plan_phases(operations: Iterable[Operation], axis_sizes: Mapping[str, int], 
 
     Raises AssertionError for operations that wait for each other.
     """
-    table = tuple(_weighed(operation, axis_sizes, light) for operation in operations)
+    table = _weighed(tuple(operations), axis_sizes, light)
     depth = _depths(table)
     available = set(TickPlan(table, ()).inputs)
     waiting = [operation for operation in table if operation.kind != "glue"]
@@ -82,7 +85,9 @@ def plan_phases(operations: Iterable[Operation], axis_sizes: Mapping[str, int], 
             if operation.kind == "collective" and fitting and not taken.intersection(operation.axes):
                 collectives.append(operation)
         chosen = [*collectives, *([compute] if compute else [])]
-        phases.append(Phase(compute.name if compute else None, tuple(o.name for o in collectives)))
+        copies = [o for o in ready if o.kind == "copy" and o.beside in [other.name for other in chosen]]
+        phases.append(Phase(compute.name if compute else None, tuple(o.name for o in collectives), tuple(o.name for o in copies)))
+        chosen += copies
         waiting = [operation for operation in waiting if operation not in chosen]
         available |= {value for operation in chosen for value in operation.writes}
         available |= _glued(table, available)
@@ -104,9 +109,9 @@ def validate_phases(plan: TickPlan) -> None:
     for phase in plan.phases:
         links = [axis for name in phase.collectives for axis in plan.by_name[name].axes]
         assert len(set(links)) == len(links), f"two collectives on one link in {phase}"
-        for name in phase.collectives:
+        for name in phase.names:
             beside = plan.by_name[name].beside
-            assert beside in (None, phase.compute), f"{name} goes with {beside}, not with {phase.compute}"
+            assert beside in (None, *phase.names), f"{name} goes with {beside}, not with {phase}"
         for name in phase.names:
             missing = set(plan.by_name[name].reads) - available
             assert not missing, f"{name} runs before {sorted(missing)}"
@@ -116,10 +121,11 @@ def validate_phases(plan: TickPlan) -> None:
     assert not unread, f"never written: {sorted(unread)}"
 
 
-def _weighed(operation: Operation, axis_sizes: Mapping[str, int], light: Collection[str]) -> Operation:
-    if operation.name in light or (operation.axes and all(axis_sizes[axis] == 1 for axis in operation.axes)):
-        return replace(operation, kind="glue")
-    return operation
+def _weighed(table: tuple[Operation, ...], axis_sizes: Mapping[str, int], light: Collection[str]) -> tuple[Operation, ...]:
+    """Glue where an operation costs nothing worth a phase, and a copy beside such a one."""
+    nothing = {o.name for o in table if o.name in light or (o.axes and all(axis_sizes[axis] == 1 for axis in o.axes))}
+    nothing |= {o.name for o in table if o.kind == "copy" and o.beside in nothing}
+    return tuple(replace(o, kind="glue") if o.name in nothing else o for o in table)
 
 
 def _glued(table: Sequence[Operation], available: Collection[str]) -> set[str]:

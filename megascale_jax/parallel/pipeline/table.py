@@ -5,6 +5,7 @@ is the one in `schedule.py`, which `validate` proves. Row 0 is the fill before t
 """
 
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from megascale_jax.parallel.pipeline.schedule import Schedule, Unit
 
@@ -17,7 +18,8 @@ class Row:
     next tick. ``*_first`` and ``*_last``: 1 where it is on the first or last virtual stage. ``entering``, ``head`` and
     ``leaving`` are micro-batches at the vocabulary, the same on all stages; ``head_busy`` 0: there is none at the head.
     ``keep_slot`` and ``recall_slot``: where this tick's backward pass puts the operands of its weight gradients, and where
-    those of ``weight_chunk`` lie. ``gather_part`` and ``scatter_part`` are the parts that move, the second of ``scatter_chunk``.
+    those of ``weight_chunk`` lie. ``*_turns``: 1 where a slot takes another chunk's weights, the forward slot for the next tick,
+    after the window that ends now with ``close_turns``. ``gather_part`` and ``scatter_part`` are the parts that move, the second of ``scatter_chunk``.
     """
 
     forward_micro_batch: int
@@ -43,6 +45,9 @@ class Row:
     gather_part: int
     scatter_chunk: int
     scatter_part: int
+    forward_turns: int
+    backward_turns: int
+    close_turns: int
 
 
 def keep_slots(schedule: Schedule) -> int:
@@ -60,6 +65,8 @@ def schedule_row(schedule: Schedule, stage: int, tick: int) -> Row:
     forward, backward = schedule.forward(tick, stage) or idle, schedule.backward(tick, stage)
     late, following = schedule.backward(tick - 1, stage), schedule.forward(tick + 1, stage)
     at_head, slots = schedule.at_head(tick), keep_slots(schedule)
+    turns = following is not None and following.chunk != _held(schedule, "forward", stage, tick + 1)
+    closes = schedule.gathered(tick) is not None and schedule.closes_window(tick)
     gathered, scattered = schedule.gathered(tick) or (0, 0), schedule.scattered(tick) or (0, 0)
     last_stage, last_chunk = stage == schedule.pipe - 1, schedule.virtual_stages - 1
     return Row(
@@ -86,7 +93,22 @@ def schedule_row(schedule: Schedule, stage: int, tick: int) -> Row:
         gather_part=gathered[1],
         scatter_chunk=scattered[0],
         scatter_part=scattered[1],
+        forward_turns=int(turns and not closes),
+        backward_turns=int(backward is not None and backward.chunk != _held(schedule, "backward", stage, tick)),
+        close_turns=int(turns and closes),
     )
+
+
+def _held(schedule: Schedule, direction: Literal["forward", "backward"], stage: int, tick: int) -> int:
+    """Chunk whose weights a slot holds before a tick: that of its last unit; chunk 0 at first."""
+    unit_at, number_at = (
+        (schedule.forward, schedule.forward_unit) if direction == "forward" else (schedule.backward, schedule.backward_unit)
+    )
+    if number_at(tick - 1, stage) is None:
+        return 0
+    unit = unit_at(tick - 1, stage)
+    assert unit is not None
+    return unit.chunk
 
 
 def schedule_table(schedule: Schedule) -> list[list[tuple[int, ...]]]:

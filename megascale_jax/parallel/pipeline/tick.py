@@ -6,6 +6,7 @@ a backward slot's gradient is masked once, where it enters, and everything behin
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -42,6 +43,11 @@ class Tick(BranchOperations, VocabularyOperations, ZeroOperations):
             return ()
         move = self.gather_piece if ".gather_" in operation.name else self.scatter_piece
         return (move(operation.name, value),)
+
+    @property
+    def turns(self) -> dict[str, tuple[jax.Array, jax.Array]]:
+        """Per slot, whether it turns, and to which chunk."""
+        return {slot: (self.column(f"{slot}_turns"), self.column(f"{of}_chunk")) for slot, of in (("forward", "next"), ("backward", "backward"))}
 
     @property
     def part(self) -> jax.Array:
@@ -93,6 +99,14 @@ class Tick(BranchOperations, VocabularyOperations, ZeroOperations):
         return jnp.where(self.column("backward_busy") == 1, received_BsD, 0)
 
 
+def _turn(slot: str, tick: Tick, turns: Any) -> Any:
+    return tick.turn(slot, *turns[slot])
+
+
+def _hold(slot: str, tick: Tick, matrices: Any) -> None:
+    tick.hold(slot, matrices)
+
+
 _METHODS: Mapping[str, Callable[..., Any]] = {
     **{f"{slot}.norm": Tick.norm for slot in "FRW"},
     **{f"{slot}.in": Tick.project_in for slot in "FR"},
@@ -117,6 +131,8 @@ _METHODS: Mapping[str, Callable[..., Any]] = {
     **dict.fromkeys(("E.sum", "H.spread", "H.sum", "D.spread"), Tick.sum_over_stages),
     "P.send_y": Tick.send_output,
     "P.send_g": Tick.send_gradient,
+    **{f"P.turn_{slot}": partial(_turn, slot) for slot in ("forward", "backward")},
+    **{f"P.hold_{slot}": partial(_hold, slot) for slot in ("forward", "backward")},
     "P.input": Tick.next_input,
     "P.norm": Tick.next_norm,
     "P.gradient": Tick.gradient,

@@ -7,7 +7,7 @@ Operations of a tick are methods on top of it, in four files: one branch (`branc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,7 @@ class Place:
     chunk: jax.Array
     micro_batch: jax.Array
     slot: jax.Array
+    direction: Literal["forward", "backward"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class TickState:
         self.model, self.communication = chunks.transformer.model, chunks.transformer.communication
         self.stage = jax.lax.axis_index(axes.PIPE)
         self.stash, self.kept, self.sums, self.arriving = (held[name] for name in ("stash", "kept", "sums", "arriving"))
-        self.gradients, self.loss = held["gradients"], held["loss"]
+        self.gradients, self.loss, self.now = held["gradients"], held["loss"], held["now"]
 
     @property
     def held(self) -> dict[str, Any]:
@@ -81,6 +82,7 @@ class TickState:
             "arriving": self.arriving,
             "gradients": self.gradients,
             "loss": self.loss,
+            "now": self.now,
         }
 
     def column(self, column: str) -> jax.Array:
@@ -90,13 +92,13 @@ class TickState:
     @cached_property
     def _places(self) -> dict[str, Place]:
         forward, backward = self._place("forward"), self._place("backward")
-        late = Place(self.column("late_chunk"), self.column("leaving"), forward.slot)
+        late = Place(self.column("late_chunk"), self.column("leaving"), forward.slot, "backward")
         # all that weight gradients read of their unit is its chunk
-        weight = Place(self.column("weight_chunk"), backward.micro_batch, backward.slot)
+        weight = Place(self.column("weight_chunk"), backward.micro_batch, backward.slot, "backward")
         return {"F": forward, "B": backward, "R": backward, "L": late, "W": weight}
 
-    def _place(self, slot: str) -> Place:
-        return Place(*(self.column(f"{slot}_{part}") for part in ("chunk", "micro_batch", "slot")))
+    def _place(self, slot: Literal["forward", "backward"]) -> Place:
+        return Place(*(self.column(f"{slot}_{part}") for part in ("chunk", "micro_batch", "slot")), slot)
 
     def _micro_batch_key(self, micro_batch: jax.Array) -> jax.Array | None:
         return None if self.key is None else jax.random.fold_in(self.key, micro_batch)

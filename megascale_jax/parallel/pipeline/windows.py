@@ -58,6 +58,15 @@ class Windows:
         """Room for a chunk, ``[layer, n, L]``."""
         return {group: jnp.zeros((shard.shape[1], self._counts[2], shard.shape[2]), shard.dtype) for group, shard in shards.items()}
 
+    def first_turn(self, state: State) -> dict[str, Any]:
+        """What both slots hold at first: chunk 0."""
+        hidden = self.zero.model.hidden_size
+        chunk = {
+            number: {group: state.weights[group][0, number // self.chunks.branches_per_layer, :hidden] for group in (b.w_in, b.w_out)}
+            for number, b in enumerate(self.chunks.branches)
+        }
+        return {"forward": chunk, "backward": chunk}
+
     def empty_sums(self) -> Sums:
         """Zeros."""
         return {
@@ -72,6 +81,7 @@ class Windows:
             arrived = {group: value.reshape(value.shape[0], self._rows, -1) for group, value in held["arriving"].items()}
             weights = {group: put(stack, arrived[group], columns("gather_chunk")) for group, stack in state.weights.items()}
             state = state._replace(weights=weights)
+            held["now"] = held["now"] | {"forward": self._turned(tick, weights)}
         if kind.scatter:
             left = {group: put(stack, self._joined(group, moved), columns("scatter_chunk")) for group, stack in state.left.items()}
             state = state._replace(left=left)
@@ -87,6 +97,12 @@ class Windows:
             first = [self.zero.scatter_flat(state.totals[group][0, depth]) for depth in range(self._counts[1])]
             left[group] = put(shards, jnp.stack(first), jnp.int32(0))
         return left
+
+    def _turned(self, tick: Tick, weights: Shards) -> Any:
+        """What the forward slot holds after a window whose chunk is the next that it needs."""
+        tick.weights = tick.weights | {"layers": tick.weights["layers"] | weights}
+        with jax.named_scope("P.turn_forward"):
+            return tick.turn("forward", tick.column("close_turns"), tick.column("next_chunk"))
 
     @property
     def _counts(self) -> tuple[int, int, int]:
