@@ -1,5 +1,6 @@
 """Operations of one residual branch in a tick: slots F, R, B, L and W. ``number`` is the branch's place in its chunk."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 
 from megascale_jax.model.branch import Branch, Rows
 from megascale_jax.parallel.pipeline.operations import KEPT
-from megascale_jax.parallel.pipeline.tick_state import Place, TickState, add_at, cut, half_of, put, take
+from megascale_jax.parallel.pipeline.tick_state import Place, TickState, add_at, cut, put, take
 
 
 class BranchOperations(TickState):
@@ -116,8 +117,10 @@ class BranchOperations(TickState):
 
     def keep(self, place: Place, number: int, *values: jax.Array) -> None:
         """Put the operands of a branch's weight gradients (`operations.KEPT`) where they wait for their tick."""
-        slot, kept = self.column("keep_slot"), self.kept[number]
-        self.kept = self.kept | {number: {name: put(kept[name], value, slot) for name, value in zip(KEPT, values, strict=True)}}
+        slot, rings = self.column("keep_slot"), self.kept[number]
+        named = dict(zip(KEPT, values, strict=True))
+        kept = {name: put(ring, _kept(named, name), slot) for name, ring in rings.items()}
+        self.kept = self.kept | {number: kept}
 
     def recall(self) -> dict[str, jax.Array]:
         """All operands of this tick's weight gradients, as ``W<branch>.<value>``."""
@@ -128,13 +131,13 @@ class BranchOperations(TickState):
         return recalled
 
     def weight_out(self, place: Place, number: int, g_BSD: jax.Array, z_BSG: jax.Array, half: int | None = None) -> jax.Array:
-        """The window's sum of gradients of the output matrix with this unit's added, or half of its rows."""
+        """The window's sum of gradients of the output matrix with this unit's added, or half of its columns."""
         # sum and product in one GEMM: the sum lies in one place for all ticks of a window
-        return self.sums[number]["out"][half or 0] + self._branch(number).weight_out_gradient(half_of(g_BSD, half), z_BSG)
+        return self.sums[number]["out"][half or 0] + self._branch(number).weight_out_gradient(g_BSD, z_BSG)
 
     def weight_in(self, place: Place, number: int, n_BSD: jax.Array, dy_BSF: jax.Array, half: int | None = None) -> jax.Array:
         """The same of the input matrix."""
-        return self.sums[number]["in"][half or 0] + self._branch(number).weight_in_gradient(half_of(n_BSD, half), dy_BSF)
+        return self.sums[number]["in"][half or 0] + self._branch(number).weight_in_gradient(n_BSD, dy_BSF)
 
     def finish_backward(self, place: Place, number: int, g_BsD: jax.Array, x_BsD: jax.Array, dn_BsD: jax.Array) -> jax.Array:
         """Back through the norm and the residual add."""
@@ -146,3 +149,12 @@ class BranchOperations(TickState):
     def leave(self, place: Place, number: int, *values: jax.Array) -> tuple[jax.Array, ...]:
         """Hand over to the next tick."""
         return values
+
+
+def _kept(values: Mapping[str, jax.Array], name: str) -> jax.Array:
+    """A value, or the first (1) or second (2) half of its columns."""
+    if not name[-1].isdigit():
+        return values[name]
+    whole = values[name[:-1]]
+    middle = whole.shape[-1] // 2
+    return whole[..., :middle] if name[-1] == "1" else whole[..., middle:]

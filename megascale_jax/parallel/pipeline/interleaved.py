@@ -23,7 +23,6 @@ from megascale_jax.parallel.pipeline.engine import run_phases
 from megascale_jax.parallel.pipeline.executor import fold_rank, zero_gradients
 from megascale_jax.parallel.pipeline.loops import Loop, Run, forward_loops, training_loops
 from megascale_jax.parallel.pipeline.operations import (
-    KEPT,
     LATE,
     TickShape,
     fill_operations,
@@ -37,7 +36,7 @@ from megascale_jax.parallel.pipeline.schedule import Schedule, TickKind
 from megascale_jax.parallel.pipeline.table import keep_slots, schedule_table
 from megascale_jax.parallel.pipeline.tick import Tick
 from megascale_jax.parallel.pipeline.tick_state import Batch, Chunks, Constants
-from megascale_jax.parallel.pipeline.windows import State, Windows
+from megascale_jax.parallel.pipeline.windows import State, Windows, halved
 from megascale_jax.parallel.zero import Shards, ZeroSharding
 
 Carry = dict[str, Any]
@@ -217,9 +216,12 @@ class Pipeline:
         rings: dict[int, Any] = {}
         for number, branch in enumerate(self.branches):
             whole = (like.shape[0], batch["tokens"].shape[2])
-            widths = {"G": like.shape[2], "z": windows.width(branch.w_out), "dy": windows.width(branch.w_in)}
-            kept = {name: jax.ShapeDtypeStruct((*whole, widths[name]), like.dtype) if name in widths else like for name in KEPT}
-            rings[number] = _zeros(slots, kept)
+            widths = {"G": like.shape[2]}
+            for name, group in (("z", branch.w_out), ("dy", branch.w_in)):
+                parts = halved(windows.width(group)) if self.shape.halved else (windows.width(group),)
+                widths |= {f"{name}{half}": width for half, width in zip(self.shape.halves, parts, strict=True)}
+            kept = {name: jax.ShapeDtypeStruct((*whole, width), like.dtype) for name, width in widths.items()}
+            rings[number] = _zeros(slots, {"x": like} | kept)
         return rings
 
     def _without_pads(self, gradients: Any) -> Any:

@@ -71,7 +71,9 @@ class Operation:
 LATE = ("g", "x", "dN")
 """What a backward pass leaves to the next tick, as ``late.<value>``."""
 KEPT = ("x", "G", "z", "dy")
-"""What a backward pass keeps of every branch for its weight gradients; the norm of ``x`` is gathered once more."""
+"""What a backward pass keeps of every branch for its weight gradients; the norm of ``x`` is gathered once more.
+
+Halves of a weight gradient are halves of its columns: of ``z`` and ``dy``, which are kept apart, so that no GEMM needs a slice."""
 
 
 @dataclass(frozen=True)
@@ -277,13 +279,13 @@ def _turn(slot: str, message: str) -> list[Operation]:
 
 
 def _weight_gradients(k: int, halves: tuple[str, ...]) -> list[Operation]:
-    """Both weight gradients of a branch, each added to its sum; a half is a digit behind the verb, for half of the rows."""
+    """Both weight gradients of a branch, each added to its sum; a half is a digit behind the verb."""
     at = f"W{k}"
     return [
-        *(_compute(f"{at}.wout{half}", [f"{at}.G", f"{at}.z"], f"{at}.sum_out{half}") for half in halves),
+        *(_compute(f"{at}.wout{half}", [f"{at}.G", f"{at}.z{half}"], f"{at}.sum_out{half}") for half in halves),
         _glue(f"{at}.norm", [f"{at}.x"], f"{at}.n"),
         _collective(f"{at}.gather", axes.TENSOR, f"{at}.n", f"{at}.N"),
-        *(_compute(f"{at}.win{half}", [f"{at}.N", f"{at}.dy"], f"{at}.sum_in{half}") for half in halves),
+        *(_compute(f"{at}.win{half}", [f"{at}.N", f"{at}.dy{half}"], f"{at}.sum_in{half}") for half in halves),
     ]
 
 

@@ -18,6 +18,10 @@ from functools import cached_property
 from megascale_jax.parallel.pipeline.operations import Operation
 
 
+IN_FLIGHT = 2
+"""Collectives of a phase: XLA gives out two communication streams in turn, and a third would queue behind one of two."""
+
+
 @dataclass(frozen=True)
 class Phase:
     """Names of the operations between two barriers."""
@@ -78,11 +82,11 @@ def plan_phases(operations: Iterable[Operation], axis_sizes: Mapping[str, int], 
         ready = sorted((o for o in waiting if available.issuperset(o.reads)), key=lambda o: -depth[o.name])
         assert ready, f"operations wait for each other: {[operation.name for operation in waiting]}"
         compute = next((o for o in ready if o.kind == "compute"), None)
-        collectives: list[Operation] = []
-        for operation in ready:
+        moving = [o for o in ready if o.kind == "collective"]
+        collectives = [o for o in moving if compute is not None and o.beside == compute.name]
+        for operation in [o for o in moving if o.beside is None]:
             taken = {axis for other in collectives for axis in other.axes}
-            fitting = operation.beside is None or (compute is not None and operation.beside == compute.name)
-            if operation.kind == "collective" and fitting and not taken.intersection(operation.axes):
+            if len(collectives) < IN_FLIGHT and not taken.intersection(operation.axes):
                 collectives.append(operation)
         chosen = [*collectives, *([compute] if compute else [])]
         copies = [o for o in ready if o.kind == "copy" and o.beside in [other.name for other in chosen]]

@@ -117,22 +117,17 @@ def put(stacked: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
 def cut(stacked: jax.Array, chunk: jax.Array, depth: int, rows: int) -> jax.Array:
     """One layer out of a stack ``[chunk, layer, ...]``; of a matrix the first ``rows``, what follows are pads."""
     kept = (rows, *stacked.shape[3:]) if stacked.ndim == 4 else stacked.shape[2:]
-    return jax.lax.dynamic_slice(stacked, _origin(stacked, chunk, depth, 0), (1, 1, *kept), allow_negative_indices=False)[0, 0]
+    return jax.lax.dynamic_slice(stacked, _origin(stacked, chunk, depth), (1, 1, *kept), allow_negative_indices=False)[0, 0]
 
 
-def half_of(x_BSD: jax.Array, half: int | None) -> jax.Array:
-    """The first (0) or second (1) half of the width; all of it for ``None``."""
-    middle = x_BSD.shape[-1] // 2
-    return x_BSD if half is None else x_BSD[..., middle:] if half else x_BSD[..., :middle]
-
-
-def add_at(stacked: jax.Array, chunk: jax.Array, depth: int, value: jax.Array, row: int = 0) -> jax.Array:
-    """The stack with ``value`` added to rows of one layer, from ``row`` on."""
+def add_at(stacked: jax.Array, chunk: jax.Array, depth: int, value: jax.Array, column: int = 0) -> jax.Array:
+    """The stack with ``value`` added to one layer, from a column on."""
     # no reshape between slice and update: XLA then adds in place in one pass over the memory instead of three
-    origin, sizes = _origin(stacked, chunk, depth, row), (1, 1, *value.shape)
+    origin, sizes = _origin(stacked, chunk, depth, column), (1, 1, *value.shape)
     total = jax.lax.dynamic_slice(stacked, origin, sizes, allow_negative_indices=False) + value[None, None]
     return jax.lax.dynamic_update_slice(stacked, total, origin, allow_negative_indices=False)
 
 
-def _origin(stacked: jax.Array, chunk: jax.Array, depth: int, row: int) -> tuple[jax.Array | int, ...]:
-    return (chunk, jnp.int32(depth), jnp.int32(row), *[jnp.int32(0)] * (stacked.ndim - 3))
+def _origin(stacked: jax.Array, chunk: jax.Array, depth: int, column: int = 0) -> tuple[jax.Array | int, ...]:
+    zeros = [jnp.int32(0)] * (stacked.ndim - 3)
+    return (chunk, jnp.int32(depth), *zeros, jnp.int32(column))

@@ -17,7 +17,7 @@ from megascale_jax.parallel.pipeline.zero_operations import joined
 from megascale_jax.parallel.zero import Shards, ZeroSharding
 
 Sums = dict[int, dict[str, tuple[jax.Array, ...]]]
-"""Gradients of the window's chunk so far: branch number to ``in`` and ``out`` to halves of the matrix, fp32 ``[D, F]``."""
+"""Gradients of the window's chunk so far: branch number to ``in`` and ``out`` to parts of the matrix's columns, fp32 ``[D, F]``."""
 
 
 class State(NamedTuple):
@@ -114,19 +114,18 @@ class Windows:
         return self.zero.layout.padded_embed
 
     def _empty_halves(self, group: str) -> tuple[jax.Array, ...]:
-        hidden, middle = self.zero.model.hidden_size, self.zero.model.hidden_size // 2
-        heights = (middle, hidden - middle) if len(self.halves) == 2 else (hidden,)
-        return tuple(jnp.zeros((height, self.width(group)), jnp.float32) for height in heights)
+        widths = halved(self.width(group)) if len(self.halves) == 2 else (self.width(group),)
+        return tuple(jnp.zeros((self.zero.model.hidden_size, width), jnp.float32) for width in widths)
 
     def _added(self, totals: Shards, sums: Sums, chunk: jax.Array) -> Shards:
         result = {group: total.reshape(*total.shape[:2], self._rows, -1) for group, total in totals.items()}
         for number, branch in enumerate(self.chunks.branches):
             depth = number // self.chunks.branches_per_layer
             for matrix, group in (("in", branch.w_in), ("out", branch.w_out)):
-                row = 0
+                column = 0
                 for half in sums[number][matrix]:
-                    result[group] = add_at(result[group], chunk, depth, half, row)
-                    row += half.shape[0]
+                    result[group] = add_at(result[group], chunk, depth, half, column)
+                    column += half.shape[1]
         return {group: value.reshape(totals[group].shape) for group, value in result.items()}
 
     def _joined(self, group: str, moved: dict[str, jax.Array]) -> jax.Array:
@@ -145,3 +144,8 @@ class Windows:
     def _matrix(self, number: int, matrix: str) -> tuple[str, int]:
         branch = self.chunks.branches[number]
         return branch.w_in if matrix == "in" else branch.w_out, number // self.chunks.branches_per_layer
+
+
+def halved(width: int) -> tuple[int, int]:
+    """Columns of both halves of a matrix."""
+    return width // 2, width - width // 2
