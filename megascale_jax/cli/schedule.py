@@ -67,10 +67,20 @@ def tick_plans(experiment: Experiment, schedule: Schedule) -> dict[str, TickPlan
     return {_name(kind): plan_phases(tick_operations(kind, shape), layout.mesh.by_axis, light) for kind in kinds}
 
 
+_WORDS = {
+    "embed": "embed",
+    "head": "head",
+    "embed_backward": "embed backward",
+    "weight_gradients": "weight gradients",
+    "gather": "weights arriving",
+    "scatter": "gradients leaving",
+}
+
+
 def _name(kind: TickKind) -> str:
     slots = {(True, False): "warm-up", (True, True): "steady", (False, True): "cool-down"}[kind.forward, kind.backward]
-    ends = [name.replace("_", " ") for name in ("embed", "head", "embed_backward") if getattr(kind, name)]
-    return f"{slots} with {', '.join(ends)}" if ends else slots
+    more = [words for flag, words in _WORDS.items() if getattr(kind, flag)]
+    return f"{slots} with {', '.join(more)}" if more else slots
 
 
 def _as_data(schedule: Schedule, plans: dict[str, TickPlan]) -> dict[str, object]:

@@ -24,7 +24,7 @@ def test_schedule_and_phases_are_shown_and_written(tmp_path):
     assert ET.parse(svg).getroot().tag.endswith("svg")
     written = json.loads(data.read_text())
     assert written["ticks"] == {"warmup": 2, "steady": 7, "cooldown": 2}
-    assert written["phases"]["steady with embed, head, embed backward"][0] == {
+    assert written["phases"]["steady with embed, head, embed backward, weight gradients"][0] == {
         "compute": "F0.in",
         "collectives": ["H.spread", "L0.scatter"],
     }

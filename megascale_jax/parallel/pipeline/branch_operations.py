@@ -76,14 +76,18 @@ class BranchOperations(TickState):
     def store(self, place: Place, number: int, x_BsD: jax.Array, *kept: Any) -> None:
         """Put a branch's residuals into this unit's slot."""
         names = dict(zip(("x", "y", "saved"), (x_BsD, *kept), strict=False))
-        slots = self.stash[number]
-        kept_now = {name: jax.tree.map(lambda s, v: put(s, v, place.slot), slots[name], names[name]) for name in slots}
+        slots, slot = self.stash[number], place.slot
+        if number in self.loaded:
+            # an index that hangs on what was read before: XLA would rather copy the stash than find the order by itself
+            slot = slot + (self.loaded[number].ravel()[0] > jnp.inf).astype(jnp.int32)
+        kept_now = {name: jax.tree.map(lambda s, v: put(s, v, slot), slots[name], names[name]) for name in slots}
         self.stash = self.stash | {number: kept_now}
 
     def load(self, place: Place, number: int, gradient: jax.Array) -> Any:
         """A branch's residuals, read no earlier than its gradient is there."""
         slot, _ = jax.lax.optimization_barrier((place.slot, gradient))
         kept = jax.tree.map(lambda s: take(s, slot), self.stash[number])
+        self.loaded[number] = kept["x"]
         if self.chunks.recomputes:
             return kept["x"]
         saved = kept["saved"] if "saved" in kept else self.middle(place, number, kept["y"])[1]

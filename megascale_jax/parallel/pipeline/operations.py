@@ -304,8 +304,7 @@ def _head(source: str) -> list[Operation]:
         _collective("H.gather", axes.TENSOR, "H.n", "H.N"),
         _compute("H.project", ["H.N"], "H.logits"),
         _glue("H.measure", ["H.logits"], "H.statistics"),
-        # over tensor too, but three numbers a token: its share of that link is not worth a phase
-        _collective("H.join", axes.PIPE, "H.statistics", "H.joined"),
+        Operation("H.join", "collective", ("H.statistics",), ("H.joined",), (axes.PIPE, axes.TENSOR)),
         _glue("H.loss", ["H.joined"]),
     ]
 

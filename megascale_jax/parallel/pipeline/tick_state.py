@@ -70,6 +70,7 @@ class TickState:
         self.model, self.communication = chunks.transformer.model, chunks.transformer.communication
         self.stage = jax.lax.axis_index(axes.PIPE)
         self.stash, self.kept, self.sums, self.arriving = (held[name] for name in ("stash", "kept", "sums", "arriving"))
+        self.loaded: dict[int, jax.Array] = {}
         self.gradients, self.loss, self.now = held["gradients"], held["loss"], held["now"]
 
     @property

@@ -8,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale_jax.parallel.pipeline.loops import training_loops
-from megascale_jax.parallel.pipeline.operations import HEAD_GEMMS, TickShape, fill_operations, late_operations, tick_operations
+from megascale_jax.parallel.pipeline.operations import HEAD_GEMMS, TickShape, fill_operations, tick_operations, zero_pieces
 from megascale_jax.parallel.pipeline.phases import Phase, plan_phases, validate_phases
 from megascale_jax.parallel.pipeline.schedule import Schedule, TickKind
 
 SIZES = {"pipe": 8, "data": 8, "tensor": 8}
-STEADY = TickKind(forward=True, backward=True)
-STEADY_ENDS = TickKind(True, True, True, True, True)
+STEADY = TickKind(forward=True, backward=True, weight_gradients=True)
+STEADY_ENDS = replace(STEADY, embed=True, head=True, embed_backward=True)
+COOLDOWN = TickKind(forward=False, backward=True, weight_gradients=True, scatter=True)
 
 
 def planned(kind, branches=2, recompute=False, delay=1, sizes=SIZES, halved=False, light=()):
@@ -30,8 +31,7 @@ def test_every_tick_of_every_schedule_has_a_valid_plan(branches, recompute, dela
     for loop in training_loops(schedule):
         for run in loop.runs:
             planned(run.kind, branches, recompute, delay, {"pipe": pipe, "data": 1, "tensor": tensor})
-    for operations in (fill_operations(), late_operations(embed_backward=True)):
-        validate_phases(plan_phases(operations, SIZES))
+    validate_phases(plan_phases(fill_operations(), SIZES))
 
 
 @pytest.mark.parametrize("branches", [1, 2, 4])
@@ -44,9 +44,33 @@ def test_every_collective_of_a_steady_tick_has_a_gemm_beside_it(kind, branches, 
     assert all(len(phase.collectives) <= 2 for phase in plan.phases)
 
 
-@pytest.mark.parametrize("kind", [STEADY, STEADY_ENDS, TickKind(forward=False, backward=True)], ids=["plain", "ends", "cool-down"])
+@pytest.mark.parametrize(
+    "kind", [STEADY, STEADY_ENDS, COOLDOWN, replace(COOLDOWN, embed_backward=True)], ids=["plain", "ends", "cool-down", "last"]
+)
 def test_halved_weight_gradients_cover_the_head_and_the_cool_down(kind):
     assert planned(kind, halved=True, light=HEAD_GEMMS).bare == ()
+
+
+@pytest.mark.parametrize("halved", [False, True])
+def test_pieces_of_every_matrix_cover_it_once_and_ride_on_its_own_gemms(halved):
+    shape = TickShape(2, False, 1, halved)
+    pieces = zero_pieces(shape).values()
+    for kind, verb in ((TickKind(True, False, gather=True), "gather"), (COOLDOWN, "scatter")):
+        plan = plan_phases(tick_operations(kind, shape), SIZES)
+        carried = {name: phase.compute for phase in plan.phases for name in phase.collectives if name[0] == "Z"}
+        for branch in range(2):
+            for matrix in ("in", "out"):
+                own = [p for p in pieces if f".{verb}_" in p.operation and (p.branch, p.matrix) == (branch, matrix)]
+                assert sorted(unit for p in own for unit in range(p.first, p.last)) == list(range(own[0].units))
+                for piece in own:
+                    compute = carried[piece.operation]
+                    assert compute == piece.beside and compute[1] == str(branch) and matrix in compute
+
+
+def test_a_turn_shares_the_phase_of_the_message_before_it_is_needed():
+    for phase in planned(STEADY).phases:
+        for copy, message in (("P.turn_forward", "P.send_y"), ("P.turn_backward", "P.send_g")):
+            assert (copy in phase.copies) == (message in phase.collectives)
 
 
 def test_one_gather_and_one_scatter_per_block_forward():
@@ -57,7 +81,7 @@ def test_one_gather_and_one_scatter_per_block_forward():
 def test_collectives_of_an_axis_of_one_are_no_phases():
     plan = planned(STEADY_ENDS, sizes={"pipe": 8, "data": 1, "tensor": 1})
     named = {plan.by_name[name].axes for phase in plan.phases for name in phase.collectives}
-    assert named == {("pipe",)}
+    assert named == {("pipe",), ("pipe", "tensor")}
 
 
 @pytest.mark.parametrize(

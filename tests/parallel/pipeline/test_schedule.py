@@ -24,15 +24,31 @@ def test_loops_are_the_ticks_in_order(sizes, delay):
     tick = 0
     for loop in training_loops(schedule):
         assert loop.start == tick
-        for _ in range(loop.repeats):
-            for run in loop.runs:
-                for _ in range(run.length):
-                    kind = schedule.kind(tick)
-                    assert kind.union(run.kind) == run.kind, "a tick does all it has to"
-                    assert kind.ends == run.kind.ends, "and nothing with the vocabulary where no tick of its kind needs it"
-                    assert (kind.forward, kind.backward) == (run.kind.forward, run.kind.backward)
-                    tick += 1
-    assert tick == schedule.ticks
+        for run in loop.runs * loop.repeats:
+            for place in range(run.ticks):
+                kind = schedule.kind(tick)
+                assert kind.union(run.kind) == run.kind, "a tick does all it has to"
+                assert (kind.gather, kind.scatter) == (run.kind.gather, run.kind.scatter)
+                assert schedule.closes_window(tick) == (run.closes and place % run.length == run.length - 1)
+                tick += 1
+    assert tick == schedule.ticks + 1
+
+
+@pytest.mark.parametrize("sizes", [(8, 6, 32), (4, 2, 8), (2, 1, 4)])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_no_loop_does_more_than_its_ticks_but_for_the_window_at_the_end_of_the_forward_passes(sizes, delay):
+    schedule = Schedule(*sizes, delay)
+    idle = 0
+    for loop in training_loops(schedule):
+        tick = loop.start
+        for run in loop.runs * loop.repeats:
+            for _ in range(run.ticks):
+                kind = schedule.kind(tick)
+                assert kind.ends == run.kind.ends or not schedule.kind(tick + 1).forward
+                assert (kind.backward, kind.weight_gradients) == (run.kind.backward, run.kind.weight_gradients)
+                idle += run.kind.forward and not kind.forward
+                tick += 1
+    assert idle == delay
 
 
 @settings(deadline=None, max_examples=40)
@@ -61,7 +77,7 @@ def test_forward_loops_cover_every_forward_slot():
 
 def test_repeated_groups_are_one_loop_however_many_micro_batches():
     few, many = (training_loops(Schedule(8, 6, m, 1)) for m in (32, 512))
-    assert len(few) == len(many) <= 8
+    assert len(few) == len(many) <= 9
     assert [loop.runs for loop in few] == [loop.runs for loop in many]
 
 
@@ -93,6 +109,9 @@ def test_impossible_sizes_are_refused(sizes, message):
         ("forward_slots", lambda s: tuple(tuple(u % (s.slots) for u in range(s.units)) for _ in range(s.pipe))),
         ("backward_offset", lambda s: s.backward_offset - 1),
         ("warmup", lambda s: s.warmup + 1),
+        ("weight_unit", lambda s: lambda tick: s.weight_unit(tick + 1)),
+        ("gathered", lambda s: lambda tick: s.gathered(tick - 1)),
+        ("scattered", lambda s: lambda tick: s.scattered(tick + 1)),
     ],
 )
 def test_validate_notices_a_broken_schedule(attribute, wrong):
