@@ -188,7 +188,7 @@ def scope_of(instruction: Instruction) -> str:
     found = instruction.text("op_name") or ""
     words = found.split("/")
     part = next((word for word in words if word in PARTS), "")
-    operation = next((word for word in reversed(words) if len(word) > 2 and word[0] in "FRBLEHDPWZ" and "." in word), "")
+    operation = next((word for word in reversed(words) if len(word) > 2 and word[0] in "FRBLEHDPWZTab" and "." in word), "")
     return "/".join(word for word in (part, operation) if word)
 
 
@@ -208,8 +208,10 @@ def part_of(body: Computation) -> str:
     return found.most_common(1)[0][0] if found else ""
 
 
-PARTS = ("fill", "warmup", "steady", "cooldown", "drain")
+PARTS = ("fill", "warmup", "settle", "steady", "cooldown", "drain")
 """Named parts of a pipelined step, in order."""
+LOOPS = ("warmup", "steady", "cooldown")
+"""Those that are loops over ticks."""
 
 
 def _link(cost: Collective) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from megascale_jax.aot.cost import CostModel
 from megascale_jax.aot.hlo import Module
-from megascale_jax.aot.overlap import PARTS, CollectiveRecord, Timeline, hidden_fraction, loop_bodies, part_of, walk
+from megascale_jax.aot.overlap import LOOPS, PARTS, CollectiveRecord, Timeline, hidden_fraction, loop_bodies, part_of, walk
 from megascale_jax.config.layout import MeshShape
 from megascale_jax.config.schema import Experiment, RatesConfig
 from megascale_jax.model.flops import flops_per_row
@@ -87,7 +87,7 @@ def make_report(
         sync_collectives=tuple(sorted({_label(record) for record in strict.collectives if record.is_sync})),
         uncovered_collectives=tuple(
             sorted(
-                {_label(record) for record in strict.collectives if record.scope.split("/")[0] in PARTS[1:4] and not record.gemms_beside}
+                {_label(record) for record in strict.collectives if record.scope.split("/")[0] in LOOPS and not record.gemms_beside}
             )
         ),
     )
@@ -100,7 +100,7 @@ def scaled(rates: RatesConfig, links: float) -> RatesConfig:
 
 def _fractions(timeline: Timeline) -> dict[str, float | None]:
     """By part; ``None`` for a part without collectives."""
-    parts = {part: [r for r in timeline.collectives if r.scope.split("/")[0] == part] for part in ("steady", "warmup", "cooldown")}
+    parts = {part: [r for r in timeline.collectives if r.scope.split("/")[0] == part] for part in LOOPS}
     fractions = {part: hidden_fraction(records) if records else None for part, records in parts.items()}
     return fractions | {"whole": hidden_fraction(timeline.collectives)}
 

@@ -11,6 +11,10 @@ from it. Segments are pure functions of this rank's fused weights (`fused_groups
 
 `apply` runs them in order, to be differentiated by JAX; the methods that end in ``_backward`` are the same derivative
 cut at the same places, and need only ``x``, ``y`` and what attention saved.
+
+**Order of tokens.** With ``ways`` above 1 tokens are *stored* ``[way, half, ...]`` for ``[half, way, ...]``: each of ``ways`` ranks
+holds a part of both halves of the sequence, so that a forward pass can run one half before the other. Only attention cares: it
+takes and saves its values in the order of the text.
 """
 
 from collections.abc import Mapping
@@ -43,7 +47,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Branch:
-    """``columns``: this rank's width of every layer parameter; ``names`` the groups that this branch reads."""
+    """``columns``: this rank's width of every layer parameter; ``ways``: the order of tokens, 1 for that of the text."""
 
     model: ModelConfig
     columns: Mapping[str, int] = field(hash=False)
@@ -53,6 +57,7 @@ class Branch:
     w_in: str
     w_out: str
     out_biases: tuple[str, ...]
+    ways: int = 1
 
     @cached_property
     def groups(self) -> dict[str, FusedGroup]:
@@ -116,9 +121,31 @@ class Branch:
         results, saved = [], ()
         if self.attends:
             q, k, v = self._heads(parts["q"], parts["k"], parts["v"], rows)
+            out, lse = self.operators.attention_forward(q, k, v, in_text_order(rows.segment_ids_BS, self.ways), window=self.window)
+            saved = (merge_heads(out), lse)
+            results.append(in_stored_order(saved[0], self.ways))
+        if self.activates:
+            results.append(self.operators.activation(parts["up"], parts.get("gate")))
+        return jnp.concatenate(results, -1), saved
+
+    def second_half_forward(self, y_first_BSF: jax.Array, y_BSF: jax.Array, rows: Rows) -> tuple[jax.Array, Saved]:
+        """`middle_forward` of the second half of the sequence, given ``y`` of both; ``rows`` and all values in the order of the text.
+
+        What attention saves is that of the whole sequence: its queries are few beside its keys, and nothing else is run twice.
+        """
+        parts = self._split(y_BSF)
+        results, saved = [], ()
+        if self.attends:
+            first = self._split(y_first_BSF)
+            q, k, v = split_heads(
+                tuple(jnp.concatenate([first[name], parts[name]], 1) for name in "qkv"),  # type: ignore[arg-type]
+                rows.positions_BS,
+                head_dim=self.model.head_dim,
+                rotary_base=self._rotary_base,
+            )
             out, lse = self.operators.attention_forward(q, k, v, rows.segment_ids_BS, window=self.window)
             saved = (merge_heads(out), lse)
-            results.append(saved[0])
+            results.append(saved[0][:, y_first_BSF.shape[1] :])
         if self.activates:
             results.append(self.operators.activation(parts["up"], parts.get("gate")))
         return jnp.concatenate(results, -1), saved
@@ -133,11 +160,12 @@ class Branch:
             (q, k, v), pull = jax.vjp(lambda q, k, v: self._heads(q, k, v, rows), parts["q"], parts["k"], parts["v"])
             out, lse = saved
             shape = (*out.shape[:2], -1, self.model.head_dim)
+            segment_ids_BS, d_out = in_text_order(rows.segment_ids_BS, self.ways), in_text_order(d_attention, self.ways)
             d_qkv = self.operators.attention_backward(
-                q, k, v, rows.segment_ids_BS, out.reshape(shape), lse, d_attention.reshape(shape), window=self.window
+                q, k, v, segment_ids_BS, out.reshape(shape), lse, d_out.reshape(shape), window=self.window
             )
             gradients |= dict(zip("qkv", pull(d_qkv), strict=True))
-            results.append(out)
+            results.append(in_stored_order(out, self.ways))
         if self.activates:
             names = [name for name in ("up", "gate") if name in parts]
             activated, pull = jax.vjp(
@@ -174,9 +202,14 @@ class Branch:
         sums = dict(zip(self.groups[self.w_in].members, self._split_vector(dy_BSF.astype(jnp.float32).sum((0, 1))), strict=True))
         return jnp.concatenate([sums[name.removesuffix("_bias")] for name in self.groups[self.b_in].members])
 
+    @property
+    def _rotary_base(self) -> float | None:
+        return self.model.rotary_base if self.model.position == "rotary" else None
+
     def _heads(self, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
-        base = self.model.rotary_base if self.model.position == "rotary" else None
-        return split_heads((q, k, v), rows.positions_BS, head_dim=self.model.head_dim, rotary_base=base)
+        heads = split_heads((q, k, v), rows.positions_BS, head_dim=self.model.head_dim, rotary_base=self._rotary_base)
+        q, k, v = (in_text_order(x, self.ways) for x in heads)
+        return q, k, v
 
     def _split(self, y_BSF: jax.Array) -> dict[str, jax.Array]:
         return dict(zip(self.groups[self.w_in].members, self._cut(y_BSF, self.groups[self.w_in]), strict=True))
@@ -204,9 +237,25 @@ _BRANCHES = {
 """Per kind of block, its branches in order: prefix of the norm, input and output group, output biases."""
 
 
-def branches_of(model: ModelConfig, columns: Mapping[str, int], operators: Operators, window: int | None) -> tuple[Branch, ...]:
+def branches_of(
+    model: ModelConfig, columns: Mapping[str, int], operators: Operators, window: int | None, ways: int = 1
+) -> tuple[Branch, ...]:
     """The branches of one layer of the model's kind of block."""
-    return tuple(Branch(model, columns, operators, window, *parts) for parts in _BRANCHES[model.block])
+    return tuple(Branch(model, columns, operators, window, *parts, ways) for parts in _BRANCHES[model.block])
+
+
+def in_stored_order(x: jax.Array, ways: int) -> jax.Array:
+    """Tokens (dim 1) ``[half, way, ...]`` as ``[way, half, ...]``."""
+    return _reordered(x, (2, ways)) if ways > 1 else x
+
+
+def in_text_order(x: jax.Array, ways: int) -> jax.Array:
+    """The inverse of `in_stored_order`."""
+    return _reordered(x, (ways, 2)) if ways > 1 else x
+
+
+def _reordered(x: jax.Array, outer: tuple[int, int]) -> jax.Array:
+    return x.reshape(x.shape[0], *outer, -1, *x.shape[2:]).swapaxes(1, 2).reshape(x.shape)
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:

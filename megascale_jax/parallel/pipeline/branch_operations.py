@@ -1,4 +1,4 @@
-"""Operations of one residual branch in a tick: slots F, R, B, L and W. ``number`` is the branch's place in its chunk."""
+"""Operations of one residual branch in a tick: slots F, R, B, L and W; halves are in `half_operations.py`. ``number`` is the branch's place in its chunk."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -27,12 +27,14 @@ class BranchOperations(TickState):
 
     def turn(self, direction: Literal["forward", "backward"], turns: jax.Array, chunk: jax.Array) -> Any:
         """The matrices that a slot holds from now on: those of ``chunk`` where ``turns`` is 1."""
-        held = self.now[direction]
+        return jax.lax.cond(turns == 1, lambda held: self.looked_up_chunk(chunk), lambda held: held, self.now[direction])
 
-        def copied(_: Any) -> Any:
-            return {number: {name: self._cut(chunk, number, name) for name in matrices} for number, matrices in held.items()}
-
-        return jax.lax.cond(turns == 1, copied, lambda held: held, held)
+    def looked_up_chunk(self, chunk: jax.Array) -> Any:
+        """All matrices of a chunk, by branch and group."""
+        return {
+            number: {name: self._cut(chunk, number, name) for name in (branch.w_in, branch.w_out)}
+            for number, branch in enumerate(self.chunks.branches)
+        }
 
     def hold(self, direction: Literal["forward", "backward"], matrices: Any) -> None:
         """Take what `turn` gave."""
@@ -76,18 +78,23 @@ class BranchOperations(TickState):
     def store(self, place: Place, number: int, x_BsD: jax.Array, *kept: Any) -> None:
         """Put a branch's residuals into this unit's slot."""
         names = dict(zip(("x", "y", "saved"), (x_BsD, *kept), strict=False))
-        slots, slot = self.stash[number], place.slot
-        if number in self.loaded:
-            # an index that hangs on what was read before: XLA would rather copy the stash than find the order by itself
-            slot = slot + (self.loaded[number].ravel()[0] > jnp.inf).astype(jnp.int32)
+        slots, slot = self.stash[number], self._behind_reads(number, place.slot)
         kept_now = {name: jax.tree.map(lambda s, v: put(s, v, slot), slots[name], names[name]) for name in slots}
         self.stash = self.stash | {number: kept_now}
+
+    def _behind_reads(self, number: int, slot: jax.Array) -> jax.Array:
+        """The slot to write a branch's residuals to, an index that hangs on what was made of those that the tick has read before.
+
+        XLA would rather copy the stash than find the order by itself.
+        """
+        never = [(value.ravel()[0] > jnp.inf).astype(jnp.int32) for value in self.loaded.get(number, ())]
+        return sum(never, slot)
 
     def load(self, place: Place, number: int, gradient: jax.Array) -> Any:
         """A branch's residuals, read no earlier than its gradient is there."""
         slot, _ = jax.lax.optimization_barrier((place.slot, gradient))
         kept = jax.tree.map(lambda s: take(s, slot), self.stash[number])
-        self.loaded[number] = kept["x"]
+        self.loaded[number] = (kept["x"],)
         if self.chunks.recomputes:
             return kept["x"]
         saved = kept["saved"] if "saved" in kept else self.middle(place, number, kept["y"])[1]
@@ -111,6 +118,7 @@ class BranchOperations(TickState):
         """Back through attention and nonlinearity; the input biases take their gradient."""
         branch = self._branch(number)
         dy_BSF, z_BSG = branch.middle_backward(y_BSF, saved, dz_BSG, self._rows(place))
+        self.loaded[number] = (*self.loaded.get(number, ()), dy_BSF)
         if branch.b_in:
             self._add(place, number, branch.b_in, branch.bias_in_gradient(dy_BSF))
         return dy_BSF, z_BSG

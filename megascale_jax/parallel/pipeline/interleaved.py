@@ -17,7 +17,7 @@ from megascale_jax import axes
 from megascale_jax.config.layout import Layout
 from megascale_jax.config.schema import ParallelConfig
 from megascale_jax.config.stages import EMPTY
-from megascale_jax.model.branch import Rows, branches_of
+from megascale_jax.model.branch import Rows, branches_of, in_stored_order
 from megascale_jax.model.transformer import Transformer
 from megascale_jax.parallel.pipeline.engine import run_phases
 from megascale_jax.parallel.pipeline.executor import fold_rank, zero_gradients
@@ -27,6 +27,7 @@ from megascale_jax.parallel.pipeline.operations import (
     TickShape,
     fill_operations,
     light_operations,
+    settle_operations,
     tick_operations,
     tick_shape,
     zero_pieces,
@@ -53,7 +54,7 @@ class Pipeline:
         self.branches = tuple(
             branch
             for window in layout.chunk_windows
-            for branch in branches_of(transformer.model, transformer.columns, transformer.operators, window)
+            for branch in branches_of(transformer.model, transformer.columns, transformer.operators, window, layout.mesh.tensor)
         )
         self.axis_sizes = layout.mesh.by_axis
         self.shape = tick_shape(transformer.model, parallel, layout)
@@ -70,7 +71,7 @@ class Pipeline:
 
     def loss(self, params: Shards, batch: Batch) -> jax.Array:
         """See `Executor`; a forward pass in ``m v + p - 1`` ticks, all weights gathered before."""
-        schedule = self.schedule(batch["tokens"].shape[0], 0)
+        schedule, batch = self.schedule(batch["tokens"].shape[0], 0), self._stored(batch)
         shape = TickShape(len(self.branches), recompute=False, backward_delay=0, turns=False)
         chunks, weights = self._chunks(recomputes=False), self.zero.gather(params)
 
@@ -81,7 +82,7 @@ class Pipeline:
         constants = Constants(weights, batch, None, jnp.float32(1))
         held = {"stash": {}, "kept": {}, "sums": {}, "arriving": {}, "gradients": {}, "loss": jnp.float32(0), "now": {}}
         rows = _stage_rows(schedule)
-        carry = self._filled(Tick(chunks, constants, rows[0], held))
+        carry = self._filled(Tick(chunks, constants, rows[0], held), split=False)
         for loop in forward_loops(schedule):
             carry = _repeat(partial(self._loop, loop, plan, partial(Tick, chunks, constants)), carry, loop, rows)
         return carry["held"]["loss"]
@@ -96,9 +97,9 @@ class Pipeline:
 
     def loss_and_gradients(self, params: Shards, batch: Batch, scale: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, Shards]:
         """See `Executor`."""
-        schedule = self.schedule(batch["tokens"].shape[0])
+        schedule, batch = self.schedule(batch["tokens"].shape[0]), self._stored(batch)
         chunks = self._chunks(recomputes=self.remat == "full")
-        windows = Windows(self.zero, chunks, self.shape.halves)
+        windows = Windows(self.zero, chunks, self.shape)
         rows, shards, small = _stage_rows(schedule), self.zero.shards(params), self.zero.gather_small(params)
         with jax.named_scope("fill"):
             state = windows.start(shards)
@@ -117,7 +118,7 @@ class Pipeline:
             "loss": jnp.float32(0),
             "now": windows.first_turn(state),
         }
-        carry = self._filled(Tick(chunks, constants(state), rows[0], held))
+        carry = self._filled(Tick(chunks, constants(state), rows[0], held), split=self.shape.split)
 
         def window(run: Run, both: tuple[Carry, State], rows: jax.Array) -> tuple[Carry, State]:
             carry, state = both
@@ -138,6 +139,8 @@ class Pipeline:
 
         both = (carry, state)
         for loop in training_loops(schedule):
+            if "late_half" in both[0] and not self.shape.in_halves(loop.runs[0].kind):
+                both = self._settled(Tick(chunks, constants(both[1]), rows[loop.start + 1], both[0]["held"]), both[0]), both[1]
             both = _repeat(partial(repetition, loop), both, loop, rows)
         carry, state = both
         with jax.named_scope("drain"):
@@ -149,15 +152,32 @@ class Pipeline:
         per_layer = len(self.branches) // self.layout.layers_per_chunk
         return Chunks(self.transformer, self.branches, per_layer, self.layout.mesh.pipe, recomputes, zero_pieces(self.shape))
 
-    def _filled(self, tick: Tick) -> Carry:
-        """The carry before the first tick: its input is there, nothing is late."""
-        plan = plan_phases(fill_operations(), self.axis_sizes)
+    def _stored(self, batch: Batch) -> Batch:
+        """The batch with its tokens in the order in which branches store them."""
+        ways = self.branches[0].ways
+        return {name: jax.vmap(lambda rows: in_stored_order(rows, ways))(value) for name, value in batch.items()}
+
+    def _filled(self, tick: Tick, *, split: bool) -> Carry:
+        """The carry before the first tick: its input is there, nothing is late. ``split``: a carry of ticks in halves."""
+        plan, ends = plan_phases(fill_operations(split=split), self.axis_sizes), "_a" if split else ""
         with jax.named_scope("fill"):
-            first, zero = run_phases(plan, tick.execute, {}, ("next.x", "next.N"))
+            first, zero = run_phases(plan, tick.execute, {}, ("E.x", f"next.x{ends}", f"next.N{ends}"))
         tick.loss = tick.loss + zero
-        x_BsD, N_BSD = first["next.x"], first["next.N"]
-        late = {"g": jnp.zeros_like(x_BsD), "x": jnp.zeros_like(x_BsD), "dN": jnp.zeros_like(N_BSD)}
-        return {"x": x_BsD, "N": N_BSD, "wait": x_BsD, "last": jnp.zeros_like(x_BsD), "late": late, "held": tick.held}
+        wait_BsD, x_BsD, N_BSD = first["E.x"], first[f"next.x{ends}"], first[f"next.N{ends}"]
+        whole_BSD = jnp.zeros((N_BSD.shape[0], N_BSD.shape[1] * (2 if split else 1), N_BSD.shape[2]), N_BSD.dtype)
+        late = {"g": jnp.zeros_like(wait_BsD), "x": jnp.zeros_like(wait_BsD), "dN": whole_BSD}
+        carry = {"x": x_BsD, "N": N_BSD, "wait": wait_BsD, "last": jnp.zeros_like(x_BsD), "late": late, "held": tick.held}
+        return carry | {"late_half": {"o": jnp.zeros_like(N_BSD), "x_b": jnp.zeros_like(x_BsD)}} if split else carry
+
+    def _settled(self, tick: Tick, carry: Carry) -> Carry:
+        """From the carry of ticks in halves to that of the first whole one, which ``tick`` is."""
+        plan = plan_phases(settle_operations(), self.axis_sizes)
+        with jax.named_scope("settle"):
+            whole, zero = run_phases(plan, tick.execute, _half_values(carry), ("F0.x", "F0.N", "last.y"))
+        tick.loss = tick.loss + zero
+        tick.hold("forward", tick.looked_up_chunk(tick.column("forward_chunk")))
+        rest = {name: value for name, value in carry.items() if name != "late_half"}
+        return rest | {"x": whole["F0.x"], "N": whole["F0.N"], "last": whole["last.y"], "held": tick.held}
 
     def _ticks(self, plan: TickPlan, kind: TickKind, make: Make, carry: Carry, rows: jax.Array) -> tuple[Carry, dict[str, jax.Array]]:
         """Ticks of one kind; the carry after them, and what left in each, ``[tick, ...]``."""
@@ -169,14 +189,17 @@ class Pipeline:
 
     def _tick(self, plan: TickPlan, kind: TickKind, make: Make, carry: Carry, row: jax.Array) -> tuple[Carry, dict[str, jax.Array]]:
         tick = make(row, carry["held"])
-        recalled = tick.recall() if kind.weight_gradients else {}
-        late = {f"late.{name}": value for name, value in carry["late"].items()}
-        values = {"F0.x": carry["x"], "F0.N": carry["N"], "wait.x": carry["wait"], "last.y": carry["last"], **late, **recalled}
-        output = f"F{len(self.branches)}.x"
+        halves = "late_half" in carry
+        values = {f"late.{name}": value for name, value in carry["late"].items()} | {"wait.x": carry["wait"]}
+        values |= _half_values(carry) if halves else {"F0.x": carry["x"], "F0.N": carry["N"], "last.y": carry["last"]}
+        if kind.weight_gradients:
+            values |= tick.recall()
+        output, ends = (f"a{len(self.branches)}.x", "_a") if halves else (f"F{len(self.branches)}.x", "")
         leaving = [operation.writes[0] for operation in plan.operations if operation.verb.startswith("scatter_")]
         sums = [value for operation in plan.operations if operation.slot == "W" for value in operation.writes if ".sum_" in value]
         wanted = [
-            *(("next.x", "next.N", output) if kind.forward else ()),
+            *((f"next.x{ends}", f"next.N{ends}", output) if kind.forward else ()),
+            *(("left.o", "left.x_b") if halves else ()),
             *(("E.x",) if kind.embed and kind.forward else ()),
             *((f"left.{name}" for name in LATE) if kind.backward else ()),
             *leaving,
@@ -192,7 +215,10 @@ class Pipeline:
             }
         after = dict(carry) | {"held": tick.held}
         if kind.forward:
-            after |= {"x": result["next.x"], "N": result["next.N"], "last": result[output], "wait": result.get("E.x", carry["wait"])}
+            after |= {"x": result[f"next.x{ends}"], "N": result[f"next.N{ends}"], "last": result[output]}
+            after["wait"] = result.get("E.x", carry["wait"])
+        if halves:
+            after["late_half"] = {"o": result["left.o"], "x_b": result["left.x_b"]}
         if kind.backward:
             after["late"] = {name: result[f"left.{name}"] for name in LATE}
         return after, {name: result[name] for name in leaving}
@@ -232,6 +258,11 @@ class Pipeline:
         real_SVL = jnp.asarray(np.array(self.layout.stages.table) != EMPTY)
         real = real_SVL[jax.lax.axis_index(axes.PIPE)][:, :, None, None]
         return gradients | {"layers": layers | {"vectors": jnp.where(real, layers["vectors"], 0)}}
+
+
+def _half_values(carry: Carry) -> dict[str, jax.Array]:
+    late = {f"late.{name}": value for name, value in carry["late_half"].items()}
+    return late | {"a0.x": carry["x"], "a0.N": carry["N"], "last.y_a": carry["last"], "wait.x": carry["wait"]}
 
 
 def _scan(body: Callable[[Any, jax.Array], Any], carry: Any, rows: jax.Array) -> Any:

@@ -11,11 +11,19 @@ for values, with these slots:
     B   backward pass of this tick's unit              D   gradient of the embedding
     L   what the last tick's backward pass left        P   permutes to the neighbours, and the next tick's input
     W   weight gradients of an earlier unit            Z   ZeRO-2: parts of weights and gradients over ``data``
+    a   forward pass, first half of the sequence       T   what the last tick left of its second half
+    b   the same of the second half
 
 A tick starts with its input, as it is and normed and gathered (``F0.x``, ``F0.N``), with the last tick's output
 (``last.y``) and what its backward pass left (``late.*``): branch 0's gradient before its reduce-scatter. It ends with the
 same for the next. The operands of weight gradients are there from the start of a tick (`schedule.py`), so their GEMMs wait
 for nothing and cover whatever else has no other work beside it.
+
+**Halves.** While weight gradients do not run yet (warm-up, and its echo in the first backward passes) a forward pass alone has
+nothing to hide its own messages under. It then runs in two halves of the sequence that leapfrog: while one computes, the other
+communicates, and the end of the second half (``T``) is left to the next tick. The second half attends to the keys of both.
+Their input GEMMs are cut once more, in columns (`INPUT_CUT`), because such a tick has more messages than GEMMs else. Their
+weights are looked up in every tick: a copy between two ticks would delay the stages one after the other.
 
 **Turns.** A slot's weights lie in one place in memory, so that its GEMMs read them without looking a chunk up, and are copied
 there when the slot turns to another chunk: once in ``p`` ticks. A stage turns one tick after its neighbour, right before the
@@ -83,7 +91,8 @@ class TickShape:
     ``branches`` of a chunk; ``recompute``: the backward slot runs the chunk's forward pass again; ``backward_delay`` as
     in the schedule: the head takes the last tick's output (1) or this tick's (0). ``halved``: weight gradients are
     cut in two, each half still long enough to cover a message, so that there are more kernels to hide messages under.
-    ``turns``: weights are copied where a slot turns to another chunk, not looked up in every tick.
+    ``turns``: weights are copied where a slot turns to another chunk, not looked up in every tick. ``split``: the forward pass
+    runs in halves of the sequence as long as there are no weight gradients.
     """
 
     branches: int
@@ -91,11 +100,21 @@ class TickShape:
     backward_delay: Literal[0, 1]
     halved: bool = False
     turns: bool = True
+    split: bool = False
+
+    def in_halves(self, kind: TickKind) -> bool:
+        """Whether a tick's forward pass runs in halves of the sequence."""
+        return self.split and kind.forward and not kind.weight_gradients
 
     @property
     def halves(self) -> tuple[str, ...]:
         """Suffixes of the GEMMs of one weight gradient."""
         return ("1", "2") if self.halved else ("",)
+
+
+INPUT_CUT = (3, 5)
+"""Eighths of the columns of both parts of a half's input GEMM: for 1,024 tokens and 10,752 columns one wave of tiles and two, as
+many as uncut."""
 
 
 @dataclass(frozen=True)
@@ -116,19 +135,35 @@ def zero_pieces(shape: TickShape) -> dict[str, Piece]:
     pieces: list[Piece] = []
     for k in range(shape.branches):
         for matrix in ("in", "out"):
-            pieces.append(Piece(f"Z{k}.gather_{matrix}", f"F{k}.{matrix}", k, matrix, 0, 1, 1))
-            carriers = [f"B{k}.d{matrix}"] * len(shape.halves) + [f"W{k}.w{matrix}{half}" for half in shape.halves]
-            for carrier in dict.fromkeys(carriers):
-                first, units = carriers.index(carrier), len(carriers)
-                name = f"Z{k}.scatter_{matrix}{carrier[0]}{carrier[-1] if carrier[-1].isdigit() else ''}"
-                pieces.append(Piece(name, carrier, k, matrix, first, first + carriers.count(carrier), units))
+            carriers = {
+                "gather": _forward_carriers(shape, k, matrix),
+                "scatter": [f"B{k}.d{matrix}"] * len(shape.halves) + [f"W{k}.w{matrix}{half}" for half in shape.halves],
+            }
+            for move, equal in carriers.items():
+                for carrier in dict.fromkeys(equal):
+                    first = equal.index(carrier)
+                    name = f"Z{k}.{move}_{matrix}{carrier[0]}{carrier[-1] if carrier[-1].isdigit() else ''}"
+                    pieces.append(Piece(name, carrier, k, matrix, first, first + equal.count(carrier), len(equal)))
     return {piece.operation: piece for piece in pieces}
+
+
+def _forward_carriers(shape: TickShape, k: int, matrix: Literal["in", "out"]) -> list[str]:
+    """GEMMs of a matrix in a tick of the warm-up, each as often as its share of their FLOPs."""
+    if not shape.split:
+        return [f"F{k}.{matrix}"]
+    if matrix == "out":
+        return [f"a{k}.out", f"b{k}.out"]
+    return [f"{slot}{k}.in{cut}" for slot in "ab" for cut in (1, 2) for _ in range(INPUT_CUT[cut - 1])]
 
 
 def tick_operations(kind: TickKind, shape: TickShape) -> tuple[Operation, ...]:
     """All operations of one tick."""
     result: list[Operation] = []
-    if kind.forward:
+    if shape.in_halves(kind):
+        result += [*_tail(), *_forward_in_halves(shape), *_next_half(f"a{shape.branches}.x", embed=kind.embed)]
+        if kind.head:
+            result.append(_glue("T.join", ["last.y_a", "T.y"], "last.y"))
+    elif kind.forward:
         result += _forward("F", shape.branches, gather_first=False, finish_last=True)
         result += _stores(shape)
         result += _next_input(f"F{shape.branches}.x", embed=kind.embed)
@@ -155,9 +190,19 @@ def tick_operations(kind: TickKind, shape: TickShape) -> tuple[Operation, ...]:
     return tuple(result)
 
 
-def fill_operations() -> tuple[Operation, ...]:
+def fill_operations(*, split: bool = False) -> tuple[Operation, ...]:
     """Before the first tick: the first micro-batch's embedding becomes the first input."""
-    return (*_EMBED, *_next_input(None, embed=True))
+    return (*_EMBED, *(_next_half(None, embed=True) if split else _next_input(None, embed=True)))
+
+
+def settle_operations() -> tuple[Operation, ...]:
+    """From the last tick in halves to the first whole one: both halves of its input are there, and gathered together."""
+    return (
+        *_tail(),
+        _glue("T.join", ["last.y_a", "T.y"], "last.y"),
+        _glue("P.settle", ["a0.x", "b0.x"], "F0.x", "F0.n"),
+        _collective("P.gather", axes.TENSOR, "F0.n", "F0.N"),
+    )
 
 
 COVERING_FLOPS = 5e10
@@ -169,7 +214,12 @@ def tick_shape(model: ModelConfig, parallel: ParallelConfig, layout: Layout) -> 
     tokens = parallel.micro_batch_size * model.sequence_length
     half = tokens * model.hidden_size * _own_width(model, layout)
     return TickShape(
-        layout.layers_per_chunk * model.branches_per_layer, parallel.remat == "full", parallel.backward_delay, half >= COVERING_FLOPS
+        layout.layers_per_chunk * model.branches_per_layer,
+        parallel.remat == "full",
+        parallel.backward_delay,
+        halved=half >= COVERING_FLOPS,
+        # a half's own dropout would be another than that of the whole, which the backward pass draws again
+        split=parallel.tensor > 1 and parallel.backward_delay == 1 and model.dropout == 0,
     )
 
 
@@ -221,6 +271,58 @@ def _forward(slot: str, branches: int, *, gather_first: bool, finish_last: bool)
                 _glue(f"{at}.finish", [f"{at}.x", f"{at}.os"], f"{slot}{k + 1}.x"),
             ]
     return result
+
+
+def _forward_in_halves(shape: TickShape) -> list[Operation]:
+    """A chunk's forward pass in halves, from ``a0.x`` and ``b0.x``; the last message of ``b`` is left to the next tick's `_tail`."""
+    result: list[Operation] = []
+    for k in range(shape.branches):
+        for slot in "ab":
+            at = f"{slot}{k}"
+            if k:
+                result += [_glue(f"{at}.norm", [f"{at}.x"], f"{at}.n"), _collective(f"{at}.gather", axes.TENSOR, f"{at}.n", f"{at}.N")]
+            result += [_compute(f"{at}.in{cut}", [f"{at}.N"], f"{at}.y{cut}") for cut in (1, 2)]
+            result.append(_glue(f"{at}.join", [f"{at}.y1", f"{at}.y2"], f"{at}.y"))
+            both = {"a": ([f"{at}.y"], [f"{at}.z"]), "b": ([f"a{k}.y", f"{at}.y"], [f"{at}.z", f"{at}.saved"])}
+            reads, writes = both[slot]
+            result += [_glue(f"{at}.middle", reads, *writes), _compute(f"{at}.out", [f"{at}.z"], f"{at}.o")]
+            if slot == "b" and k + 1 == shape.branches:
+                result.append(_glue("b.leave", [f"{at}.o", f"{at}.x"], "left.o", "left.x_b"))
+            else:
+                result += [
+                    _collective(f"{at}.scatter", axes.TENSOR, f"{at}.o", f"{at}.os"),
+                    _glue(f"{at}.finish", [f"{at}.x", f"{at}.os"], f"{slot}{k + 1}.x"),
+                ]
+            if k == 0 or not shape.recompute:
+                result.append(_glue(f"{at}.store", [f"{at}.x"] if shape.recompute else [f"{at}.x", f"{at}.y", *writes[1:]]))
+    return result
+
+
+def _tail() -> list[Operation]:
+    """The end of the last tick's second half, and the second half of this tick's input."""
+    return [
+        _collective("T.scatter", axes.TENSOR, "late.o", "T.os"),
+        _glue("T.finish", ["late.x_b", "T.os"], "T.y"),
+        _collective("P.send_b", axes.PIPE, "T.y", "P.y_b"),
+        _glue("P.input_b", ["wait.x", "P.y_b"], "b0.x"),
+        _glue("P.norm_b", ["b0.x"], "b0.n"),
+        _collective("P.gather_b", axes.TENSOR, "b0.n", "b0.N"),
+    ]
+
+
+def _next_half(output: str | None, *, embed: bool) -> list[Operation]:
+    """`_next_input` of the first half."""
+    sources = ["E.x" if embed else "wait.x"]
+    result = [*_EMBED] if embed and output else []
+    if output:
+        result.append(_collective("P.send_a", axes.PIPE, output, "P.y_a"))
+        sources.append("P.y_a")
+    return [
+        *result,
+        _glue("P.input_a", sources, "next.x_a"),
+        _glue("P.norm_a", ["next.x_a"], "next.n_a"),
+        _collective("P.gather_a", axes.TENSOR, "next.n_a", "next.N_a"),
+    ]
 
 
 def _stores(shape: TickShape) -> list[Operation]:

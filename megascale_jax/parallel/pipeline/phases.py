@@ -5,7 +5,7 @@ belong to one of them; the executor puts a barrier on both sides, so this list i
 
 The rule: walk forward in phases. Of what is ready (all it reads comes from earlier phases, with glue in between), take the
 compute with the longest chain of work behind it, and per mesh axis the collective with the longest chain behind it; equal
-chains go by the order of the table. Weight gradients have nothing behind them, so they fill the phases in which a chain
+chains go by the order of the table. Where no compute is ready, a collective that makes one ready goes first. Weight gradients have nothing behind them, so they fill the phases in which a chain
 waits for a message. A ZeRO-2 piece goes with the compute that its operation names. What covers nothing is glue: a *light* compute (the head, where the vocabulary is split many ways), and
 a collective over an axis of size 1, which has no link. Another model (serial blocks, no tensor axis,
 full recomputation) is another table, not another planner.
@@ -83,6 +83,8 @@ def plan_phases(operations: Iterable[Operation], axis_sizes: Mapping[str, int], 
         assert ready, f"operations wait for each other: {[operation.name for operation in waiting]}"
         compute = next((o for o in ready if o.kind == "compute"), None)
         moving = [o for o in ready if o.kind == "collective"]
+        if compute is None:
+            moving.sort(key=lambda o: not _lets_compute(o, waiting, table, available))
         collectives = [o for o in moving if compute is not None and o.beside == compute.name]
         for operation in [o for o in moving if o.beside is None]:
             taken = {axis for other in collectives for axis in other.axes}
@@ -130,6 +132,13 @@ def _weighed(table: tuple[Operation, ...], axis_sizes: Mapping[str, int], light:
     nothing = {o.name for o in table if o.name in light or (o.axes and all(axis_sizes[axis] == 1 for axis in o.axes))}
     nothing |= {o.name for o in table if o.kind == "copy" and o.beside in nothing}
     return tuple(replace(o, kind="glue") if o.name in nothing else o for o in table)
+
+
+def _lets_compute(collective: Operation, waiting: Iterable[Operation], table: Sequence[Operation], available: Collection[str]) -> bool:
+    """Whether a compute is ready once this collective is done."""
+    then = {*available, *collective.writes}
+    then |= _glued(table, then)
+    return any(o.kind == "compute" and then.issuperset(o.reads) for o in waiting)
 
 
 def _glued(table: Sequence[Operation], available: Collection[str]) -> set[str]:

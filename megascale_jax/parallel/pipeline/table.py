@@ -14,8 +14,8 @@ from megascale_jax.parallel.pipeline.schedule import Schedule, Unit
 class Row:
     """One stage in one tick. An idle slot has busy 0, micro-batch 0, chunk 0 and the scratch slot behind all others.
 
-    ``late_*`` is the unit whose backward pass ran in the tick before; ``next_*`` the one that the forward slot runs in the
-    next tick. ``*_first`` and ``*_last``: 1 where it is on the first or last virtual stage. ``entering``, ``head`` and
+    ``late_*`` is the unit whose backward pass ran in the tick before; ``next_*`` and ``past_*`` the ones that the forward slot
+    runs in the next and ran in the last tick. ``*_first`` and ``*_last``: 1 where it is on the first or last virtual stage. ``entering``, ``head`` and
     ``leaving`` are micro-batches at the vocabulary, the same on all stages; ``head_busy`` 0: there is none at the head.
     ``keep_slot`` and ``recall_slot``: where this tick's backward pass puts the operands of its weight gradients, and where
     those of ``weight_chunk`` lie. ``*_turns``: 1 where a slot takes another chunk's weights, the forward slot for the next tick,
@@ -25,6 +25,7 @@ class Row:
     forward_micro_batch: int
     forward_chunk: int
     forward_slot: int
+    forward_first: int
     backward_busy: int
     backward_micro_batch: int
     backward_chunk: int
@@ -34,6 +35,7 @@ class Row:
     late_first: int
     next_chunk: int
     next_first: int
+    past_chunk: int
     entering: int
     head: int
     head_busy: int
@@ -62,6 +64,7 @@ COLUMNS = {field.name: index for index, field in enumerate(fields(Row))}
 def schedule_row(schedule: Schedule, stage: int, tick: int) -> Row:
     """What a stage does in a tick, from -1 (fill) to the schedule's number of ticks (drain)."""
     idle = Unit(0, 0, schedule.slots)
+    busy = schedule.forward(tick, stage) is not None
     forward, backward = schedule.forward(tick, stage) or idle, schedule.backward(tick, stage)
     late, following = schedule.backward(tick - 1, stage), schedule.forward(tick + 1, stage)
     at_head, slots = schedule.at_head(tick), keep_slots(schedule)
@@ -73,6 +76,7 @@ def schedule_row(schedule: Schedule, stage: int, tick: int) -> Row:
         forward_micro_batch=forward.micro_batch,
         forward_chunk=forward.chunk,
         forward_slot=forward.slot,
+        forward_first=int(busy and stage == 0 and forward.chunk == 0),
         backward_busy=int(backward is not None),
         backward_micro_batch=(backward or idle).micro_batch,
         backward_chunk=(backward or idle).chunk,
@@ -82,6 +86,7 @@ def schedule_row(schedule: Schedule, stage: int, tick: int) -> Row:
         late_first=int(late is not None and stage == 0 and late.chunk == 0),
         next_chunk=(following or idle).chunk,
         next_first=int(following is not None and stage == 0 and following.chunk == 0),
+        past_chunk=(schedule.forward(tick - 1, stage) or idle).chunk,
         entering=(schedule.entering(tick) or 0) if tick >= 0 else 0,
         head=at_head or 0,
         head_busy=int(at_head is not None),

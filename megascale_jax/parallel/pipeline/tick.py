@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from megascale_jax import axes
-from megascale_jax.parallel.pipeline.branch_operations import BranchOperations
+from megascale_jax.parallel.pipeline.half_operations import HalfOperations
 from megascale_jax.parallel.pipeline.operations import Operation
 from megascale_jax.parallel.pipeline.tick_state import cut
 from megascale_jax.parallel.pipeline.vocabulary_operations import VocabularyOperations
 from megascale_jax.parallel.pipeline.zero_operations import ZeroOperations
 
 
-class Tick(BranchOperations, VocabularyOperations, ZeroOperations):
+class Tick(HalfOperations, VocabularyOperations, ZeroOperations):
     """One tick of one step, inside ``shard_map``; `execute` runs its operations."""
 
     def execute(self, operation: Operation, values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -108,11 +108,31 @@ def _hold(slot: str, tick: Tick, matrices: Any) -> None:
 
 
 _METHODS: Mapping[str, Callable[..., Any]] = {
-    **{f"{slot}.norm": Tick.norm for slot in "FRW"},
+    **{f"{slot}.norm": Tick.norm for slot in "FRWab"},
     **{f"{slot}.in": Tick.project_in for slot in "FR"},
     **{f"{slot}.middle": Tick.middle for slot in "FR"},
     **{f"{slot}.out": Tick.project_out for slot in "FR"},
-    **{f"{slot}.finish": Tick.finish for slot in "FR"},
+    **{f"{slot}.finish": Tick.finish for slot in "FRab"},
+    **{f"{slot}.in": Tick.half_project_in for slot in "ab"},
+    **{f"{slot}.join": Tick.half_join for slot in "ab"},
+    **{f"{slot}.out": Tick.half_project_out for slot in "ab"},
+    "a.middle": Tick.first_middle,
+    "b.middle": Tick.second_middle,
+    "a.store": lambda tick, place, number, *values: tick.half_store(place, number, 0, *values),
+    "b.store": lambda tick, place, number, *values: tick.half_store(place, number, 1, *values),
+    "b.leave": Tick.half_leave,
+    "T.scatter": Tick.scatter,
+    "T.finish": Tick.tail_finish,
+    "T.join": lambda tick, first, second: jnp.concatenate([first, second], 1),
+    "P.send_a": Tick.send_output,
+    "P.send_b": Tick.send_output,
+    "P.input_a": Tick.first_input,
+    "P.input_b": Tick.second_input,
+    "P.norm_a": Tick.next_norm,
+    "P.norm_b": Tick.second_norm,
+    "P.gather_a": Tick.gather,
+    "P.gather_b": Tick.gather,
+    "P.settle": Tick.settle,
     "F.store": Tick.store,
     **{f"{slot}.load": Tick.load for slot in "RB"},
     "B.split": Tick.split,
@@ -124,8 +144,8 @@ _METHODS: Mapping[str, Callable[..., Any]] = {
     "W.wout": Tick.weight_out,
     "W.win": Tick.weight_in,
     **{f"{slot}.finish": Tick.finish_backward for slot in "BL"},
-    **{f"{slot}.gather": lambda tick, place, number, x: tick.gather(x) for slot in "FRBW"},
-    **{f"{slot}.scatter": lambda tick, place, number, x: tick.scatter(x) for slot in "FRBL"},
+    **{f"{slot}.gather": lambda tick, place, number, x: tick.gather(x) for slot in "FRBWab"},
+    **{f"{slot}.scatter": lambda tick, place, number, x: tick.scatter(x) for slot in "FRBLab"},
     **{f"{slot}.gather": Tick.gather for slot in "PHD"},
     **{f"{slot}.scatter": Tick.scatter for slot in "EH"},
     **dict.fromkeys(("E.sum", "H.spread", "H.sum", "D.spread"), Tick.sum_over_stages),

@@ -4,8 +4,8 @@ Operations of a tick are methods on top of it, in four files: one branch (`branc
 (`vocabulary_operations.py`), ZeRO-2 (`zero_operations.py`), and what connects stages and ticks (`tick.py`).
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -41,7 +41,8 @@ class Place:
     chunk: jax.Array
     micro_batch: jax.Array
     slot: jax.Array
-    direction: Literal["forward", "backward"]
+    direction: Literal["forward", "backward", "none"]
+    """Slot whose weights it uses; ``none``: looked up."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class TickState:
         self.model, self.communication = chunks.transformer.model, chunks.transformer.communication
         self.stage = jax.lax.axis_index(axes.PIPE)
         self.stash, self.kept, self.sums, self.arriving = (held[name] for name in ("stash", "kept", "sums", "arriving"))
-        self.loaded: dict[int, jax.Array] = {}
+        self.loaded: dict[int, tuple[jax.Array, ...]] = {}
+        self.looked_up: dict[tuple[int, str], list[jax.Array]] = {}
         self.gradients, self.loss, self.now = held["gradients"], held["loss"], held["now"]
 
     @property
@@ -96,7 +98,9 @@ class TickState:
         late = Place(self.column("late_chunk"), self.column("leaving"), forward.slot, "backward")
         # all that weight gradients read of their unit is its chunk
         weight = Place(self.column("weight_chunk"), backward.micro_batch, backward.slot, "backward")
-        return {"F": forward, "B": backward, "R": backward, "L": late, "W": weight}
+        halves = replace(forward, direction="none")
+        past = replace(halves, chunk=self.column("past_chunk"))
+        return {"F": forward, "B": backward, "R": backward, "L": late, "W": weight, "a": halves, "b": halves, "T": past}
 
     def _place(self, slot: Literal["forward", "backward"]) -> Place:
         return Place(*(self.column(f"{slot}_{part}") for part in ("chunk", "micro_batch", "slot")), slot)
@@ -119,6 +123,15 @@ def cut(stacked: jax.Array, chunk: jax.Array, depth: int, rows: int) -> jax.Arra
     """One layer out of a stack ``[chunk, layer, ...]``; of a matrix the first ``rows``, what follows are pads."""
     kept = (rows, *stacked.shape[3:]) if stacked.ndim == 4 else stacked.shape[2:]
     return jax.lax.dynamic_slice(stacked, _origin(stacked, chunk, depth), (1, 1, *kept), allow_negative_indices=False)[0, 0]
+
+
+def cut_columns(stacked: jax.Array, chunk: jax.Array, depth: int, rows: int, widths: Sequence[int]) -> list[jax.Array]:
+    """One layer's matrix out of a stack, in parts of so many columns."""
+    parts, start = [], 0
+    for width in widths:
+        parts.append(jax.lax.dynamic_slice(stacked, _origin(stacked, chunk, depth, start), (1, 1, rows, width), allow_negative_indices=False)[0, 0])
+        start += width
+    return parts
 
 
 def add_at(stacked: jax.Array, chunk: jax.Array, depth: int, value: jax.Array, column: int = 0) -> jax.Array:

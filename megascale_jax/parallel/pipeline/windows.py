@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from megascale_jax.parallel.pipeline.operations import TickShape
 from megascale_jax.parallel.pipeline.schedule import TickKind
 from megascale_jax.parallel.pipeline.tick import Tick
 from megascale_jax.parallel.pipeline.tick_state import Chunks, add_at, put
@@ -31,11 +32,11 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Windows:
-    """``halves``: names of the parts in which a matrix's gradient is summed."""
+    """What windows do for ticks of a shape."""
 
     zero: ZeroSharding
     chunks: Chunks
-    halves: tuple[str, ...]
+    shape: TickShape
 
     def width(self, group: str) -> int:
         """This rank's columns of a matrix."""
@@ -81,7 +82,8 @@ class Windows:
             arrived = {group: value.reshape(value.shape[0], self._rows, -1) for group, value in held["arriving"].items()}
             weights = {group: put(stack, arrived[group], columns("gather_chunk")) for group, stack in state.weights.items()}
             state = state._replace(weights=weights)
-            held["now"] = held["now"] | {"forward": self._turned(tick, weights)}
+            if not self.shape.in_halves(kind):
+                held["now"] = held["now"] | {"forward": self._turned(tick, weights)}
         if kind.scatter:
             left = {group: put(stack, self._joined(group, moved), columns("scatter_chunk")) for group, stack in state.left.items()}
             state = state._replace(left=left)
@@ -114,7 +116,7 @@ class Windows:
         return self.zero.layout.padded_embed
 
     def _empty_halves(self, group: str) -> tuple[jax.Array, ...]:
-        widths = halved(self.width(group)) if len(self.halves) == 2 else (self.width(group),)
+        widths = halved(self.width(group)) if self.shape.halved else (self.width(group),)
         return tuple(jnp.zeros((self.zero.model.hidden_size, width), jnp.float32) for width in widths)
 
     def _added(self, totals: Shards, sums: Sums, chunk: jax.Array) -> Shards:
