@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from megascale_jax.model.branch import Rows, in_text_order
+from megascale_jax.model.branch import Rows, in_stored_order, in_text_order
 from megascale_jax.parallel.pipeline.branch_operations import BranchOperations
 from megascale_jax.parallel.pipeline.operations import INPUT_CUT
-from megascale_jax.parallel.pipeline.tick_state import Place, cut_columns, put
+from megascale_jax.parallel.pipeline.tick_state import Place, cut_columns
 
 
 class HalfOperations(BranchOperations):
@@ -40,16 +40,13 @@ class HalfOperations(BranchOperations):
         """The same of the second half; what attention saves is that of both."""
         return self._branch(number).second_half_forward(y_first_BSF, y_BSF, self._text_rows(place))
 
-    def half_store(self, place: Place, number: int, half: int, x_BsD: jax.Array, y_BSF: jax.Array | None = None, saved: Any = None) -> None:
-        """Put a half's residuals into this unit's slot, where a whole pass would have put them."""
-        slots, slot = self.stash[number], self._behind_reads(number, place.slot)
-        stored = dict(slots)
-        stored["x"] = _put_tokens(slots["x"], x_BsD, slot, half, 1)
-        if "y" in slots and y_BSF is not None:
-            stored["y"] = _put_tokens(slots["y"], y_BSF, slot, half, self._branch(number).ways)
-        if "saved" in slots and half == 1:
-            stored["saved"] = jax.tree.map(lambda s, v: put(s, v, slot), slots["saved"], saved)
-        self.stash = self.stash | {number: stored}
+    def both_store(self, place: Place, number: int, *kept: Any) -> None:
+        """Put both halves' residuals into this unit's slot, as a whole pass would have put them."""
+        x_BsD = jnp.concatenate(kept[:2], 1)
+        if len(kept) == 2:
+            return self.store(place, number, x_BsD)
+        y_BSF = in_stored_order(jnp.concatenate(kept[2:4], 1), self._branch(number).ways)
+        return self.store(place, number, x_BsD, y_BSF, kept[4])
 
     def half_leave(self, *values: jax.Array) -> tuple[jax.Array, ...]:
         """Hand over to the next tick."""
@@ -101,12 +98,3 @@ def half_of(x_BSD: jax.Array, half: int) -> jax.Array:
     """The first (0) or second (1) half of the tokens."""
     middle = x_BSD.shape[1] // 2
     return x_BSD[:, middle:] if half else x_BSD[:, :middle]
-
-
-def _put_tokens(stacked: jax.Array, value: jax.Array, slot: jax.Array, half: int, ways: int) -> jax.Array:
-    """A slot ``[B, S, ...]`` of ``stacked`` with one half of its tokens, stored ``[way, half, ...]``, replaced."""
-    count, batch, _, *rest = stacked.shape
-    apart = stacked.reshape(count, batch, ways, 2, -1, *rest)
-    update = value.reshape(1, batch, ways, 1, -1, *rest)
-    origin = (slot, jnp.int32(0), jnp.int32(0), jnp.int32(half), *[jnp.int32(0)] * (apart.ndim - 4))
-    return jax.lax.dynamic_update_slice(apart, update, origin, allow_negative_indices=False).reshape(stacked.shape)

@@ -293,8 +293,9 @@ def _forward_in_halves(shape: TickShape) -> list[Operation]:
                     _collective(f"{at}.scatter", axes.TENSOR, f"{at}.o", f"{at}.os"),
                     _glue(f"{at}.finish", [f"{at}.x", f"{at}.os"], f"{slot}{k + 1}.x"),
                 ]
-            if k == 0 or not shape.recompute:
-                result.append(_glue(f"{at}.store", [f"{at}.x"] if shape.recompute else [f"{at}.x", f"{at}.y", *writes[1:]]))
+        if k == 0 or not shape.recompute:
+            kept = [f"{slot}{k}.{name}" for name in ("x", "y") for slot in "ab"]
+            result.append(_glue(f"b{k}.store", kept[:2] if shape.recompute else [*kept, f"b{k}.saved"]))
     return result
 
 
