@@ -23,12 +23,10 @@ from megascale_jax.train.state import abstract_state
 from megascale_jax.train.step import BATCH_KEYS, make_steps
 
 COMPILER_OPTIONS: dict[str, Any] = {
-    "xla_gpu_enable_latency_hiding_scheduler": True,  # off by default below sm_90
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 2,  # a tensor and a pipe transfer in one phase
-    "xla_gpu_experimental_enable_collective_multi_streaming": True,  # or both would queue on one stream
     "xla_gpu_autotune_level": 0,  # there is nothing to time kernels on
     "xla_backend_optimization_level": 0,  # nothing will run them; the schedule, which is what is wanted, stays the same
 }
+"""Beside those that the step has by itself (`comm/flags.py`)."""
 _STREAM = re.compile(r"^\s*(\d+): kAsyncStart.*stream=communication_stream\[(\d+)\]", re.MULTILINE)
 _ANNOTATION = re.compile(r'profile_annotation: "([^"]+)"\s+thunk_id: (\d+)')
 

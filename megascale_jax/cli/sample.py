@@ -21,11 +21,11 @@ def sample(
     from megascale_jax.train.folder import RunFolder
 
     folder = RunFolder(run)
-    platform = folder.experiment().system.platform
+    system = folder.experiment().system
     from megascale_jax.comm.init import Processes, start
     from megascale_jax.train.sample import sample as continue_text
 
-    start(platform, 1, Processes())
+    start(system, 1, Processes())
     text = continue_text(folder, prompt, num_tokens=tokens, temperature=temperature, seed=seed)
     typer.echo(text)
     if json is not None:

@@ -62,7 +62,7 @@ def train(
     model = resolved.model
     data_folder = prepare_if_missing(resolved.train.data, model.sequence_length, cache_folder() / "data", processes.index == 0)
     prepared = open_prepared(data_folder, sequence_length=model.sequence_length, vocab_size=model.vocab_size)
-    start(resolved.system.platform, MeshShape.of(resolved.parallel).size, processes)
+    start(resolved.system, MeshShape.of(resolved.parallel).size, processes)
     from megascale_jax.train.loop import Trainer
     from megascale_jax.train.stop import StopRequest
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import jax
 
+from megascale_jax.comm.flags import prepare_process
+from megascale_jax.config.schema import SystemConfig
 from megascale_jax.errors import UsageError
 
 START_TIMEOUT_S = 120
@@ -69,13 +71,15 @@ def _no_device(platform: str, found: str) -> str:
     )
 
 
-def start(platform: str, num_devices: int, processes: Processes) -> None:
+def start(system: SystemConfig, num_devices: int, processes: Processes) -> None:
     """Prepare JAX for ``num_devices`` devices over all processes; joins them when there are several.
 
-    On ``cpu`` each process gets its share of virtual devices. Raises UsageError when the devices do not divide over the
+    On ``gpu`` the settings of `comm/flags.py` are put into the environment. On ``cpu`` each process gets its share of virtual devices. Raises UsageError when the devices do not divide over the
     processes, when a JAX that runs already has too few, when a process does not come within
     `START_TIMEOUT_S`, or when there is no device of that platform.
     """
+    platform = system.platform
+    prepare_process(system)
     if platform == "cpu":
         if num_devices % processes.count:
             raise UsageError(

@@ -116,6 +116,20 @@ class RatesConfig(Section):
     network_latency_us: Rate = Field(description="start of a collective on the network, microseconds")
 
 
+class LimitsConfig(Section):
+    """How long a run on GPUs waits before it gives up, and how NCCL starts."""
+
+    execution_s: Positive = Field(
+        default=600, description="longest execution of one step, seconds; a cold first step makes all communicators"
+    )
+    first_collective_s: Positive = Field(default=1200, description="longest wait for all ranks at a first collective, seconds")
+    ib_timeout_exponent: Annotated[int, Field(ge=1, le=31)] = Field(
+        default=22, description="NCCL_IB_TIMEOUT: a try on the network lasts 4.096 us times 2 to this power (22: 17 s)"
+    )
+    ib_retries: Annotated[int, Field(ge=1, le=7)] = Field(default=7, description="NCCL_IB_RETRY_CNT: tries before an error")
+    ranks_per_root: Positive = Field(default=128, description="ranks that one NCCL root starts")
+
+
 class SystemConfig(Section):
     """The machine: one kind of node."""
 
@@ -127,6 +141,7 @@ class SystemConfig(Section):
         default=None, description="dense bf16 peak of one device, for MFU; null: a matrix product timed at start, whole host"
     )
     kernels: KernelConfig = Field(default=KernelConfig(), description="implementation of each operator")
+    limits: LimitsConfig = Field(default=LimitsConfig(), description="time-outs of a run on GPUs")
     rates: RatesConfig | None = Field(default=None, description="achieved rates for `megascale compile`; null: none known")
 
 

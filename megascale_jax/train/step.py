@@ -10,6 +10,7 @@ after the same step and no extra message is sent.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from megascale_jax import axes
+from megascale_jax.comm.flags import known_step_options
 from megascale_jax.config.schema import Experiment
 from megascale_jax.errors import DataError
 from megascale_jax.optim.lamb import make_optimizer
@@ -88,12 +90,22 @@ def make_steps(experiment: Experiment, plan: Plan) -> Steps:
         return jax.lax.psum((nats, (batch["targets"] >= 0).sum()), axes.DATA)
 
     partitions, replicated = state_partitions(plan, optimizer), PartitionSpec()
+    compiled = partial(jax.jit, compiler_options=known_step_options(experiment.system, _compiles) or None)
     return Steps(
         optimizer,
-        jax.jit(plan.shard_map(train, (partitions, _BATCH_SPECS, VOTE_PARTITION), (partitions, replicated)), donate_argnums=0),
-        jax.jit(plan.shard_map(evaluate, (partitions.params, _BATCH_SPECS), (replicated, replicated))),
-        jax.jit(plan.shard_map(lambda p, b: gradients(p, b)[:2], (partitions.params, _BATCH_SPECS), (replicated, partitions.params))),
+        compiled(plan.shard_map(train, (partitions, _BATCH_SPECS, VOTE_PARTITION), (partitions, replicated)), donate_argnums=0),
+        compiled(plan.shard_map(evaluate, (partitions.params, _BATCH_SPECS), (replicated, replicated))),
+        compiled(plan.shard_map(lambda p, b: gradients(p, b)[:2], (partitions.params, _BATCH_SPECS), (replicated, partitions.params))),
     )
+
+
+def _compiles(options: Mapping[str, str | int | bool]) -> bool:
+    """Whether the installed jaxlib knows compiler options."""
+    try:
+        jax.jit(lambda: 0).lower().compile(compiler_options=dict(options))
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
 
 
 def place_batch(plan: Plan, batch: Mapping[str, Any]) -> dict[str, jax.Array]:

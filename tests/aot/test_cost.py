@@ -27,6 +27,30 @@ def cost_of(line, extra=""):
     return model, entry.instructions[-1], entry
 
 
+def conditional(name):
+    branches = """%taken (p: f32[250000]) -> f32[250000] {
+  %p = f32[250000]{0} parameter(0)
+  ROOT %c = f32[250000]{0} copy(%p)
+}
+
+%kept (p: f32[250000]) -> f32[250000] {
+  ROOT %p = f32[250000]{0} parameter(0)
+}
+
+"""
+    chosen = "true_computation=%taken, false_computation=%kept" if name else "branch_computations={%kept, %taken}"
+    line = f'%k = f32[250000]{{0}} conditional(%x, %x, %x), {chosen}, metadata={{op_name="jit(train)/while/body/{name or "other"}/cond"}}'
+    return cost_of(line, extra=branches)
+
+
+def test_conditional_counts_its_dearest_branch_as_often_as_the_pipeline_turns():
+    model, _, entry = conditional("steady/P.turn_forward")
+    turned = model.kernel(entry.instructions[-1], entry)
+    assert (turned.kind, turned.bytes) == ("memory", 2e6 / 2), "once in the two ticks of a window"
+    model, _, entry = conditional("")
+    assert model.kernel(entry.instructions[-1], entry).bytes == 2e6
+
+
 def test_gemm_takes_its_flops():
     model, instruction, entry = cost_of(gemm("k"))
     kernel = model.kernel(instruction, entry)

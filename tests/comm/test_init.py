@@ -4,8 +4,10 @@ import pytest
 
 from megascale_jax.comm import init
 from megascale_jax.comm.init import Processes, cache_folder
+from megascale_jax.config.schema import SystemConfig
 from megascale_jax.errors import UsageError
 
+CPU, GPU = SystemConfig(platform="cpu", device="CPU"), SystemConfig(platform="gpu", device="H100")
 COMPLETE = {"MEGASCALE_COORDINATOR": "10.0.0.1:2000", "MEGASCALE_NUM_PROCESSES": "4", "MEGASCALE_PROCESS_ID": "3"}
 
 
@@ -39,7 +41,7 @@ def test_impossible_value_is_refused(name, value, text):
 
 def test_cpu_devices_must_divide_over_the_processes():
     with pytest.raises(UsageError, match="4 CPU devices does not divide over 3 processes"):
-        init.start("cpu", 4, Processes(3, 0, "127.0.0.1:1"))
+        init.start(CPU, 4, Processes(3, 0, "127.0.0.1:1"))
 
 
 def test_cache_folder_follows_the_variable(tmp_path):
@@ -50,7 +52,7 @@ def test_cache_folder_follows_the_variable(tmp_path):
 def test_missing_gpu_is_said_with_the_remedy(monkeypatch):
     monkeypatch.setattr(init.jax.config, "update", lambda *_: None)
     with pytest.raises(UsageError, match=r"platform is gpu, but there are only cpu devices here.*system=cpu"):
-        init.start("gpu", 1, Processes())
+        init.start(GPU, 1, Processes())
 
 
 def test_all_local_devices_belong_to_the_process_when_a_cluster_is_around(monkeypatch):
@@ -58,5 +60,5 @@ def test_all_local_devices_belong_to_the_process_when_a_cluster_is_around(monkey
     seen = {}
     monkeypatch.setattr(init.jax.config, "update", lambda *_: None)
     monkeypatch.setattr(init.jax.distributed, "initialize", lambda *_, **options: seen.update(options))
-    init.start("cpu", 4, Processes(2, 1, "127.0.0.1:1"))
+    init.start(CPU, 4, Processes(2, 1, "127.0.0.1:1"))
     assert seen["cluster_detection_method"] == "deactivate" and seen["initialization_timeout"] == init.START_TIMEOUT_S

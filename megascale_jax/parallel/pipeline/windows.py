@@ -89,7 +89,9 @@ class Windows:
             state = state._replace(left=left)
         if kind.weight_gradients:
             state = state._replace(totals=self._added(state.totals, held["sums"], columns("weight_chunk")))
-            held["sums"] = jax.tree.map(jnp.zeros_like, held["sums"])
+            # each array zeroed where it lies: of equal constants XLA would make one, and copy it
+            never = columns("weight_chunk") < 0
+            held["sums"] = jax.tree.map(lambda total: jnp.where(never, total, 0), held["sums"])
         return held, state
 
     def finish(self, state: State) -> Shards:
