@@ -86,9 +86,7 @@ def make_report(
         collectives=tuple(_groups(strict)),
         sync_collectives=tuple(sorted({_label(record) for record in strict.collectives if record.is_sync})),
         uncovered_collectives=tuple(
-            sorted(
-                {_label(record) for record in strict.collectives if record.scope.split("/")[0] in LOOPS and not record.gemms_beside}
-            )
+            sorted({_label(record) for record in strict.collectives if record.scope.split("/")[0] in LOOPS and not record.gemms_beside})
         ),
     )
 

@@ -11,9 +11,10 @@ from megascale_jax.config.schema import Experiment
 from megascale_jax.errors import UsageError
 from megascale_jax.observe.report import check_json_path, check_output_path, replace_file, write_json
 from megascale_jax.parallel.pipeline.loops import training_loops
-from megascale_jax.parallel.pipeline.operations import light_operations, tick_operations, tick_shape
+from megascale_jax.parallel.pipeline.operations import tick_operations
 from megascale_jax.parallel.pipeline.phases import TickPlan, plan_phases
 from megascale_jax.parallel.pipeline.schedule import Schedule, TickKind
+from megascale_jax.parallel.pipeline.shape import light_operations, tick_shape
 from megascale_jax.views.schedule import schedule_summary, schedule_svg, schedule_text
 
 SHOWN_TICKS = 48

@@ -90,7 +90,9 @@ def nccl_variables(system: SystemConfig) -> tuple[Setting, ...]:
             limits.ib_timeout_exponent,
             "4.096 us times 2 to this power for one try: a link that flaps is back in seconds and must not end the run",
         ),
-        Setting("NCCL_IB_RETRY_CNT", limits.ib_retries, "tries before NCCL reports an error; with the time-out above it bounds a dead link"),
+        Setting(
+            "NCCL_IB_RETRY_CNT", limits.ib_retries, "tries before NCCL reports an error; with the time-out above it bounds a dead link"
+        ),
         Setting("NCCL_DEBUG", "WARN", "names the peer and the device of a failing transfer, and says nothing else"),
     )
 

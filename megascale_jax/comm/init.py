@@ -74,9 +74,9 @@ def _no_device(platform: str, found: str) -> str:
 def start(system: SystemConfig, num_devices: int, processes: Processes) -> None:
     """Prepare JAX for ``num_devices`` devices over all processes; joins them when there are several.
 
-    On ``gpu`` the settings of `comm/flags.py` are put into the environment. On ``cpu`` each process gets its share of virtual devices. Raises UsageError when the devices do not divide over the
-    processes, when a JAX that runs already has too few, when a process does not come within
-    `START_TIMEOUT_S`, or when there is no device of that platform.
+    On ``gpu`` the settings of `comm/flags.py` are put into the environment. On ``cpu`` each process gets its share of virtual
+    devices. Raises UsageError when the devices do not divide over the processes, when a JAX that runs already has too few, when
+    a process does not come within `START_TIMEOUT_S`, or when there is no device of that platform.
     """
     platform = system.platform
     prepare_process(system)

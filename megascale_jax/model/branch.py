@@ -241,7 +241,7 @@ def branches_of(
     model: ModelConfig, columns: Mapping[str, int], operators: Operators, window: int | None, ways: int = 1
 ) -> tuple[Branch, ...]:
     """The branches of one layer of the model's kind of block."""
-    return tuple(Branch(model, columns, operators, window, *parts, ways) for parts in _BRANCHES[model.block])
+    return tuple(Branch(model, columns, operators, window, *parts, ways=ways) for parts in _BRANCHES[model.block])
 
 
 def in_stored_order(x: jax.Array, ways: int) -> jax.Array:

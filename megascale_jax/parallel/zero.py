@@ -2,9 +2,11 @@
 
 ``gather`` turns this rank's logical shards into the fused operands of the model (cast to the compute type first, so
 half the bytes travel); ``scatter`` adds up the operands' gradients over the ranks and cuts them back into logical
-shards. Both exist for everything at once, for the small operands alone, and chunk by chunk for the *matrices* of the
+shards. Both exist for everything at once, for the small operands alone, and piece by piece for the *matrices* of the
 layers, nearly all of the bytes: a matrix of one layer is ``[n, L]`` there, ``n`` data ranks' rows, each flattened to ``L``
-elements (rows times columns), so that any range of ``L`` can move by itself. The sums of squares count every logical element once, whatever is stacked, padded, fused or replicated:
+elements (rows times columns), so that any range of ``L`` can move by itself.
+
+The sums of squares count every logical element once, whatever is stacked, padded, fused or replicated:
 pads are zero from the start and stay zero, since their gradients are.
 """
 

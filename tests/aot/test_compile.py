@@ -65,11 +65,14 @@ def test_compiled_schedule_covers_every_message_that_the_plan_covers(compiled):
 
 
 def test_no_loop_copies_a_large_array(compiled):
-    """Stash, rings and sums are updated in place: XLA copies them whole where it cannot tell reads from writes."""
-    report, folder, _ = compiled
+    """Stash, rings and totals are updated in place: XLA copies them whole where it cannot tell reads from writes.
+
+    Zeros for the sums of the next window may be copies of one another.
+    """
+    _, folder, _ = compiled
     module = parse_module((folder / "module.hlo").read_text())
-    copies = [i for body, _ in loop_bodies(module, module.entry) for i in body.instructions if i.opcode == "copy"]
-    assert [(i.name, i.bytes) for i in copies if i.bytes > 4 * 2**20] == []
+    copies = [(i, body) for body, _ in loop_bodies(module, module.entry) for i in body.instructions if i.opcode == "copy"]
+    assert [(i.name, i.bytes) for i, body in copies if i.bytes > 4 * 2**20 and "broadcast" not in i.operands[0]] == []
 
 
 def test_program_holds_no_array_of_sequence_by_sequence(compiled):

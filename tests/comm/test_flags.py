@@ -3,7 +3,15 @@
 import pytest
 
 from megascale_jax.comm import flags
-from megascale_jax.comm.flags import Setting, known_step_options, nccl_variables, prepare_process, process_flags, refused_flags, step_settings
+from megascale_jax.comm.flags import (
+    Setting,
+    known_step_options,
+    nccl_variables,
+    prepare_process,
+    process_flags,
+    refused_flags,
+    step_settings,
+)
 from megascale_jax.config.schema import LimitsConfig, SystemConfig
 from megascale_jax.train.step import _compiles
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from megascale_jax.parallel.pipeline import operations
+from megascale_jax.parallel.pipeline import shape as shapes
 from megascale_jax.parallel.pipeline.interleaved import Pipeline
 from megascale_jax.parallel.plan import BATCH_PARTITION
 from megascale_jax.train.step import make_steps, place_batch
@@ -113,8 +113,8 @@ def test_loss_and_gradients_equal_float64_reference(shape, remat, kind, delay):
 
 def test_halved_weight_gradients_and_a_light_head_equal_the_reference(monkeypatch):
     """As large models have them: late weight gradients in two parts, the head's GEMMs outside the phases."""
-    monkeypatch.setattr(operations, "COVERING_FLOPS", 0)
-    monkeypatch.setattr(operations, "LIGHT", float("inf"))
+    monkeypatch.setattr(shapes, "COVERING_FLOPS", 0)
+    monkeypatch.setattr(shapes, "LIGHT", float("inf"))
     kind, shape = "tied", (2, 1, 4, 1, 2)
     config = configured(kind, shape)
     executor = plan_of(config).executor

@@ -1,4 +1,7 @@
-"""Operations of one residual branch in a tick: slots F, R, B, L and W; halves are in `half_operations.py`. ``number`` is the branch's place in its chunk."""
+"""Operations of one residual branch in a tick: slots F, R, B, L and W; halves are in `half_operations.py`.
+
+``number`` is the branch's place in its chunk.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -130,7 +133,7 @@ class BranchOperations(TickState):
     def keep(self, place: Place, number: int, *values: jax.Array) -> None:
         """Put the operands of a branch's weight gradients (`operations.KEPT`) where they wait for their tick."""
         slot, rings = self.column("keep_slot"), self.kept[number]
-        named = dict(zip(KEPT, values, strict=True))
+        named: dict[str, jax.Array] = dict(zip(KEPT, values, strict=True))
         kept = {name: put(ring, _kept(named, name), slot) for name, ring in rings.items()}
         self.kept = self.kept | {number: kept}
 

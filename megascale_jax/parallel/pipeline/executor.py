@@ -61,7 +61,9 @@ class OneStage:
         loss, gradients = self._operand_gradients(self.zero.gather(params), batch, scale, key)
         return loss, self.zero.scatter(gradients)
 
-    def _operand_gradients(self, weights: Mapping[str, Any], batch: Batch, scale: jax.Array, key: jax.Array | None) -> tuple[jax.Array, Any]:
+    def _operand_gradients(
+        self, weights: Mapping[str, Any], batch: Batch, scale: jax.Array, key: jax.Array | None
+    ) -> tuple[jax.Array, Any]:
         def one(weights: Any, micro_batch: Batch, key: jax.Array | None) -> jax.Array:
             return self._loss(weights, micro_batch, key) * scale
 

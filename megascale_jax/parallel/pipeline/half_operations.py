@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from megascale_jax.model.branch import Rows, in_stored_order, in_text_order
 from megascale_jax.parallel.pipeline.branch_operations import BranchOperations
-from megascale_jax.parallel.pipeline.operations import INPUT_CUT
+from megascale_jax.parallel.pipeline.shape import INPUT_CUT
 from megascale_jax.parallel.pipeline.tick_state import Place, cut_columns
 
 

@@ -22,18 +22,11 @@ from megascale_jax.model.transformer import Transformer
 from megascale_jax.parallel.pipeline.engine import run_phases
 from megascale_jax.parallel.pipeline.executor import fold_rank, zero_gradients
 from megascale_jax.parallel.pipeline.loops import Loop, Run, forward_loops, training_loops
-from megascale_jax.parallel.pipeline.operations import (
-    LATE,
-    TickShape,
-    fill_operations,
-    light_operations,
-    settle_operations,
-    tick_operations,
-    tick_shape,
-    zero_pieces,
-)
+from megascale_jax.parallel.pipeline.operations import LATE, fill_operations, settle_operations, tick_operations
 from megascale_jax.parallel.pipeline.phases import TickPlan, plan_phases
+from megascale_jax.parallel.pipeline.pieces import zero_pieces
 from megascale_jax.parallel.pipeline.schedule import Schedule, TickKind
+from megascale_jax.parallel.pipeline.shape import TickShape, light_operations, tick_shape
 from megascale_jax.parallel.pipeline.table import keep_slots, schedule_table
 from megascale_jax.parallel.pipeline.tick import Tick
 from megascale_jax.parallel.pipeline.tick_state import Batch, Chunks, Constants

@@ -1,7 +1,7 @@
 """What a tick has to do, as data: its operations, and what each reads and writes. No JAX.
 
-An *operation* is a heavy kernel (``compute``), a ``collective`` over one mesh axis, a ``copy`` of weights, or ``glue``: element-wise work and
-attention, which runs between phases, when something needs its result (or as soon as it can, where it writes nothing).
+An *operation* is a heavy kernel (``compute``), a ``collective`` over one mesh axis, a ``copy`` of weights, or ``glue``:
+element-wise work and attention, which runs between phases, when something needs its result (or as soon as it can, where it writes nothing).
 A chunk is a chain of *branches* (one per parallel block, two per serial block), each ``x + f(norm(x))`` with one gather,
 one scatter, an input and an output GEMM. Names are ``<slot><branch>.<verb>`` for operations and ``<slot><branch>.<value>``
 for values, with these slots:
@@ -29,10 +29,6 @@ weights are looked up in every tick: a copy between two ticks would delay the st
 there when the slot turns to another chunk: once in ``p`` ticks. A stage turns one tick after its neighbour, right before the
 message that follows the turn, so the copy goes between the start and the end of that message (``P.turn_*``): the sender's copy
 then delays a message that the receiver, copying itself, is not ready for. Anywhere else the delays of all stages would add up.
-
-**ZeRO-2 pieces.** A chunk's weights arrive, and its gradients leave, in the ``p`` ticks of a window. In each, every GEMM
-carries a piece of the same matrix of another chunk: a share of the ``p``-th part that is its share of the FLOPs which that
-matrix costs in the tick. A piece then takes as long as its GEMM times one constant of model and links, whatever the sizes.
 """
 
 from collections.abc import Iterable
@@ -40,10 +36,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megascale_jax import axes
-from megascale_jax.config.layout import Layout
-from megascale_jax.config.schema import ModelConfig, ParallelConfig
-from megascale_jax.model.parameters import fused_groups, parameter_specs
+from megascale_jax.parallel.pipeline.pieces import Piece, zero_pieces
 from megascale_jax.parallel.pipeline.schedule import TickKind
+from megascale_jax.parallel.pipeline.shape import TickShape
 
 OperationKind = Literal["compute", "collective", "copy", "glue"]
 
@@ -78,82 +73,10 @@ class Operation:
 
 LATE = ("g", "x", "dN")
 """What a backward pass leaves to the next tick, as ``late.<value>``."""
-KEPT = ("x", "G", "z", "dy")
+KEPT: tuple[str, ...] = ("x", "G", "z", "dy")
 """What a backward pass keeps of every branch for its weight gradients; the norm of ``x`` is gathered once more.
 
 Halves of a weight gradient are halves of its columns: of ``z`` and ``dy``, which are kept apart, so that no GEMM needs a slice."""
-
-
-@dataclass(frozen=True)
-class TickShape:
-    """What decides the operations of a tick, besides its kind.
-
-    ``branches`` of a chunk; ``recompute``: the backward slot runs the chunk's forward pass again; ``backward_delay`` as
-    in the schedule: the head takes the last tick's output (1) or this tick's (0). ``halved``: weight gradients are
-    cut in two, each half still long enough to cover a message, so that there are more kernels to hide messages under.
-    ``turns``: weights are copied where a slot turns to another chunk, not looked up in every tick. ``split``: the forward pass
-    runs in halves of the sequence as long as there are no weight gradients.
-    """
-
-    branches: int
-    recompute: bool
-    backward_delay: Literal[0, 1]
-    halved: bool = False
-    turns: bool = True
-    split: bool = False
-
-    def in_halves(self, kind: TickKind) -> bool:
-        """Whether a tick's forward pass runs in halves of the sequence."""
-        return self.split and kind.forward and not kind.weight_gradients
-
-    @property
-    def halves(self) -> tuple[str, ...]:
-        """Suffixes of the GEMMs of one weight gradient."""
-        return ("1", "2") if self.halved else ("",)
-
-
-INPUT_CUT = (3, 5)
-"""Eighths of the columns of both parts of a half's input GEMM: for 1,024 tokens and 10,752 columns one wave of tiles and two, as
-many as uncut."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Of a ``p``-th of a branch's input or output matrix, cut into ``units``, those from ``first`` to before ``last``."""
-
-    operation: str
-    beside: str
-    branch: int
-    matrix: Literal["in", "out"]
-    first: int
-    last: int
-    units: int
-
-
-def zero_pieces(shape: TickShape) -> dict[str, Piece]:
-    """Every piece that moves in a tick, by the name of its operation."""
-    pieces: list[Piece] = []
-    for k in range(shape.branches):
-        for matrix in ("in", "out"):
-            carriers = {
-                "gather": _forward_carriers(shape, k, matrix),
-                "scatter": [f"B{k}.d{matrix}"] * len(shape.halves) + [f"W{k}.w{matrix}{half}" for half in shape.halves],
-            }
-            for move, equal in carriers.items():
-                for carrier in dict.fromkeys(equal):
-                    first = equal.index(carrier)
-                    name = f"Z{k}.{move}_{matrix}{carrier[0]}{carrier[-1] if carrier[-1].isdigit() else ''}"
-                    pieces.append(Piece(name, carrier, k, matrix, first, first + equal.count(carrier), len(equal)))
-    return {piece.operation: piece for piece in pieces}
-
-
-def _forward_carriers(shape: TickShape, k: int, matrix: Literal["in", "out"]) -> list[str]:
-    """GEMMs of a matrix in a tick of the warm-up, each as often as its share of their FLOPs."""
-    if not shape.split:
-        return [f"F{k}.{matrix}"]
-    if matrix == "out":
-        return [f"a{k}.out", f"b{k}.out"]
-    return [f"{slot}{k}.in{cut}" for slot in "ab" for cut in (1, 2) for _ in range(INPUT_CUT[cut - 1])]
 
 
 def tick_operations(kind: TickKind, shape: TickShape) -> tuple[Operation, ...]:
@@ -203,42 +126,6 @@ def settle_operations() -> tuple[Operation, ...]:
         _glue("P.settle", ["a0.x", "b0.x"], "F0.x", "F0.n"),
         _collective("P.gather", axes.TENSOR, "F0.n", "F0.N"),
     )
-
-
-COVERING_FLOPS = 5e10
-"""FLOPs of a GEMM that covers a message of a large model, some 0.1 ms on an H100."""
-
-
-def tick_shape(model: ModelConfig, parallel: ParallelConfig, layout: Layout) -> TickShape:
-    """The shape of a run's ticks."""
-    tokens = parallel.micro_batch_size * model.sequence_length
-    half = tokens * model.hidden_size * _own_width(model, layout)
-    return TickShape(
-        layout.layers_per_chunk * model.branches_per_layer,
-        parallel.remat == "full",
-        parallel.backward_delay,
-        halved=half >= COVERING_FLOPS,
-        # a half's own dropout would be another than that of the whole, which the backward pass draws again
-        split=parallel.tensor > 1 and parallel.backward_delay == 1 and model.dropout == 0,
-    )
-
-
-HEAD_GEMMS = ("H.project", "H.dx", "H.dw")
-LIGHT = 0.25
-"""A GEMM of less than this share of a branch's input GEMM does not cover a message."""
-
-
-def light_operations(model: ModelConfig, layout: Layout) -> tuple[str, ...]:
-    """The head's GEMMs, where a rank's part of the vocabulary is small beside its part of a branch's input projection."""
-    own_vocab = layout.padded_vocab // (layout.mesh.pipe * layout.mesh.tensor)
-    return HEAD_GEMMS if own_vocab < LIGHT * _own_width(model, layout) else ()
-
-
-def _own_width(model: ModelConfig, layout: Layout) -> int:
-    """One rank's columns of the first branch's input projection."""
-    specs = parameter_specs(model)
-    group = next(group for group in fused_groups(model) if group.name in ("w_in", "w_qkv"))
-    return sum(specs[name].columns() for name in group.members) // layout.mesh.tensor
 
 
 def _compute(name: str, reads: Iterable[str], *writes: str) -> Operation:

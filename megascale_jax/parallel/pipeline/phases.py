@@ -4,11 +4,12 @@ A *phase* is at most one compute and at most one collective per link, which run 
 belong to one of them; the executor puts a barrier on both sides, so this list is the order on the device and the reader's overlap plan.
 
 The rule: walk forward in phases. Of what is ready (all it reads comes from earlier phases, with glue in between), take the
-compute with the longest chain of work behind it, and per mesh axis the collective with the longest chain behind it; equal
-chains go by the order of the table. Where no compute is ready, a collective that makes one ready goes first. Weight gradients have nothing behind them, so they fill the phases in which a chain
-waits for a message. A ZeRO-2 piece goes with the compute that its operation names. What covers nothing is glue: a *light* compute (the head, where the vocabulary is split many ways), and
-a collective over an axis of size 1, which has no link. Another model (serial blocks, no tensor axis,
-full recomputation) is another table, not another planner.
+compute with the longest chain of work behind it, and per mesh axis the collective with the longest chain behind it, `IN_FLIGHT`
+in all; equal chains go by the order of the table. Where no compute is ready, a collective that makes one ready goes first.
+Weight gradients have nothing behind them, so they fill the phases in which a chain waits for a message. What goes beside
+another operation (a ZeRO-2 piece, a copy of weights) shares its phase. What covers nothing is glue: a *light* compute (the
+head, where the vocabulary is split many ways), and a collective over an axis of size 1, which has no link. Another model
+(serial blocks, no tensor axis, full recomputation) is another table, not another planner.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -16,7 +17,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megascale_jax.parallel.pipeline.operations import Operation
-
 
 IN_FLIGHT = 2
 """Collectives of a phase: XLA gives out two communication streams in turn, and a third would queue behind one of two."""

@@ -1,7 +1,8 @@
 """The schedule as one table of small integers: what every stage does in every tick. No JAX.
 
 The step looks its row up instead of computing with tick and stage numbers, so that the only arithmetic about the schedule
-is the one in `schedule.py`, which `validate` proves. Row 0 is the fill before the first tick, the last row that of the last weight gradients.
+is the one in `schedule.py`, which `validate` proves. Row 0 is the fill before the first tick, the last row that of the last
+weight gradients.
 """
 
 from dataclasses import dataclass, fields
@@ -15,11 +16,12 @@ class Row:
     """One stage in one tick. An idle slot has busy 0, micro-batch 0, chunk 0 and the scratch slot behind all others.
 
     ``late_*`` is the unit whose backward pass ran in the tick before; ``next_*`` and ``past_*`` the ones that the forward slot
-    runs in the next and ran in the last tick. ``*_first`` and ``*_last``: 1 where it is on the first or last virtual stage. ``entering``, ``head`` and
-    ``leaving`` are micro-batches at the vocabulary, the same on all stages; ``head_busy`` 0: there is none at the head.
-    ``keep_slot`` and ``recall_slot``: where this tick's backward pass puts the operands of its weight gradients, and where
-    those of ``weight_chunk`` lie. ``*_turns``: 1 where a slot takes another chunk's weights, the forward slot for the next tick,
-    after the window that ends now with ``close_turns``. ``gather_part`` and ``scatter_part`` are the parts that move, the second of ``scatter_chunk``.
+    runs in the next and ran in the last tick. ``*_first`` and ``*_last``: 1 where it is on the first or last virtual stage.
+    ``entering``, ``head`` and ``leaving`` are micro-batches at the vocabulary, the same on all stages; ``head_busy`` 0: there
+    is none at the head. ``keep_slot`` and ``recall_slot``: where this tick's backward pass puts the operands of its weight
+    gradients, and where those of ``weight_chunk`` lie. ``gather_part`` and ``scatter_part`` are the parts that move of
+    ``gather_chunk`` and ``scatter_chunk``. ``*_turns``: 1 where a slot takes another chunk's weights, the forward slot for the
+    next tick; ``close_turns``: not before the window that ends with this tick is closed.
     """
 
     forward_micro_batch: int

@@ -7,7 +7,7 @@ a backward slot's gradient is masked once, where it enters, and everything behin
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,9 @@ class Tick(HalfOperations, VocabularyOperations, ZeroOperations):
     @property
     def turns(self) -> dict[str, tuple[jax.Array, jax.Array]]:
         """Per slot, whether it turns, and to which chunk."""
-        return {slot: (self.column(f"{slot}_turns"), self.column(f"{of}_chunk")) for slot, of in (("forward", "next"), ("backward", "backward"))}
+        return {
+            slot: (self.column(f"{slot}_turns"), self.column(f"{of}_chunk")) for slot, of in (("forward", "next"), ("backward", "backward"))
+        }
 
     @property
     def part(self) -> jax.Array:
@@ -90,7 +92,9 @@ class Tick(HalfOperations, VocabularyOperations, ZeroOperations):
 
     def next_norm(self, x_BsD: jax.Array) -> jax.Array:
         """Norm of the next tick's input."""
-        return self._branch(0).norm({"vectors": cut(self.weights["layers"]["vectors"], self.column("next_chunk"), 0, x_BsD.shape[-1])}, x_BsD)
+        return self._branch(0).norm(
+            {"vectors": cut(self.weights["layers"]["vectors"], self.column("next_chunk"), 0, x_BsD.shape[-1])}, x_BsD
+        )
 
     def gradient(self, received_BsD: jax.Array, of_head_BsD: jax.Array | None = None) -> jax.Array:
         """The gradient of this tick's backward unit, zero in an idle slot."""
@@ -99,11 +103,11 @@ class Tick(HalfOperations, VocabularyOperations, ZeroOperations):
         return jnp.where(self.column("backward_busy") == 1, received_BsD, 0)
 
 
-def _turn(slot: str, tick: Tick, turns: Any) -> Any:
+def _turn(slot: Literal["forward", "backward"], tick: Tick, turns: Any) -> Any:
     return tick.turn(slot, *turns[slot])
 
 
-def _hold(slot: str, tick: Tick, matrices: Any) -> None:
+def _hold(slot: Literal["forward", "backward"], tick: Tick, matrices: Any) -> None:
     tick.hold(slot, matrices)
 
 
@@ -150,8 +154,10 @@ _METHODS: Mapping[str, Callable[..., Any]] = {
     **dict.fromkeys(("E.sum", "H.spread", "H.sum", "D.spread"), Tick.sum_over_stages),
     "P.send_y": Tick.send_output,
     "P.send_g": Tick.send_gradient,
-    **{f"P.turn_{slot}": partial(_turn, slot) for slot in ("forward", "backward")},
-    **{f"P.hold_{slot}": partial(_hold, slot) for slot in ("forward", "backward")},
+    "P.turn_forward": partial(_turn, "forward"),
+    "P.turn_backward": partial(_turn, "backward"),
+    "P.hold_forward": partial(_hold, "forward"),
+    "P.hold_backward": partial(_hold, "backward"),
     "P.input": Tick.next_input,
     "P.norm": Tick.next_norm,
     "P.gradient": Tick.gradient,

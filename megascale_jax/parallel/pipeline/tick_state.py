@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from megascale_jax import axes
 from megascale_jax.model.branch import Branch
 from megascale_jax.model.transformer import Transformer
-from megascale_jax.parallel.pipeline.operations import Piece
+from megascale_jax.parallel.pipeline.pieces import Piece
 from megascale_jax.parallel.pipeline.table import COLUMNS
 
 Batch = Mapping[str, jax.Array]
@@ -103,7 +103,7 @@ class TickState:
         return {"F": forward, "B": backward, "R": backward, "L": late, "W": weight, "a": halves, "b": halves, "T": past}
 
     def _place(self, slot: Literal["forward", "backward"]) -> Place:
-        return Place(*(self.column(f"{slot}_{part}") for part in ("chunk", "micro_batch", "slot")), slot)
+        return Place(*(self.column(f"{slot}_{part}") for part in ("chunk", "micro_batch", "slot")), direction=slot)
 
     def _micro_batch_key(self, micro_batch: jax.Array) -> jax.Array | None:
         return None if self.key is None else jax.random.fold_in(self.key, micro_batch)
@@ -129,7 +129,9 @@ def cut_columns(stacked: jax.Array, chunk: jax.Array, depth: int, rows: int, wid
     """One layer's matrix out of a stack, in parts of so many columns."""
     parts, start = [], 0
     for width in widths:
-        parts.append(jax.lax.dynamic_slice(stacked, _origin(stacked, chunk, depth, start), (1, 1, rows, width), allow_negative_indices=False)[0, 0])
+        parts.append(
+            jax.lax.dynamic_slice(stacked, _origin(stacked, chunk, depth, start), (1, 1, rows, width), allow_negative_indices=False)[0, 0]
+        )
         start += width
     return parts
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from megascale_jax.parallel.pipeline.operations import TickShape
 from megascale_jax.parallel.pipeline.schedule import TickKind
+from megascale_jax.parallel.pipeline.shape import TickShape
 from megascale_jax.parallel.pipeline.tick import Tick
 from megascale_jax.parallel.pipeline.tick_state import Chunks, add_at, put
 from megascale_jax.parallel.pipeline.zero_operations import joined
@@ -89,9 +89,7 @@ class Windows:
             state = state._replace(left=left)
         if kind.weight_gradients:
             state = state._replace(totals=self._added(state.totals, held["sums"], columns("weight_chunk")))
-            # each array zeroed where it lies: of equal constants XLA would make one, and copy it
-            never = columns("weight_chunk") < 0
-            held["sums"] = jax.tree.map(lambda total: jnp.where(never, total, 0), held["sums"])
+            held["sums"] = jax.tree.map(jnp.zeros_like, held["sums"])
         return held, state
 
     def finish(self, state: State) -> Shards:
@@ -104,7 +102,7 @@ class Windows:
 
     def _turned(self, tick: Tick, weights: Shards) -> Any:
         """What the forward slot holds after a window whose chunk is the next that it needs."""
-        tick.weights = tick.weights | {"layers": tick.weights["layers"] | weights}
+        tick.weights = {**tick.weights, "layers": tick.weights["layers"] | weights}
         with jax.named_scope("P.turn_forward"):
             return tick.turn("forward", tick.column("close_turns"), tick.column("next_chunk"))
 

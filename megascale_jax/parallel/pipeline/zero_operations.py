@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from megascale_jax import axes
-from megascale_jax.parallel.pipeline.operations import Piece
+from megascale_jax.parallel.pipeline.pieces import Piece
 from megascale_jax.parallel.pipeline.tick_state import TickState
 from megascale_jax.parallel.zero import ZeroSharding
 

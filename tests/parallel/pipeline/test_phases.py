@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale_jax.parallel.pipeline.loops import training_loops
-from megascale_jax.parallel.pipeline.operations import HEAD_GEMMS, TickShape, fill_operations, tick_operations, zero_pieces
+from megascale_jax.parallel.pipeline.operations import fill_operations, tick_operations
 from megascale_jax.parallel.pipeline.phases import Phase, plan_phases, validate_phases
+from megascale_jax.parallel.pipeline.pieces import zero_pieces
 from megascale_jax.parallel.pipeline.schedule import Schedule, TickKind
+from megascale_jax.parallel.pipeline.shape import HEAD_GEMMS, TickShape
 
 SIZES = {"pipe": 8, "data": 8, "tensor": 8}
 STEADY = TickKind(forward=True, backward=True, weight_gradients=True)
@@ -64,7 +66,8 @@ def test_pieces_of_every_matrix_cover_it_once_and_ride_on_its_own_gemms(halved):
                 assert sorted(unit for p in own for unit in range(p.first, p.last)) == list(range(own[0].units))
                 for piece in own:
                     compute = carried[piece.operation]
-                    assert compute == piece.beside and compute[1] == str(branch) and matrix in compute
+                    assert compute is not None and compute == piece.beside
+                    assert compute[1] == str(branch) and matrix in compute
 
 
 def test_a_turn_shares_the_phase_of_the_message_before_it_is_needed():

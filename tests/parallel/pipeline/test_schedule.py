@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from megascale_jax.errors import ConfigError
 from megascale_jax.parallel.pipeline.loops import forward_loops, training_loops
-from megascale_jax.parallel.pipeline.schedule import Schedule, TickKind, validate
+from megascale_jax.parallel.pipeline.schedule import Schedule, TickKind
+from megascale_jax.parallel.pipeline.validate import validate
 
 SIZES = st.tuples(st.integers(1, 16), st.integers(1, 8), st.integers(1, 64)).map(lambda s: (s[0], s[1], max(s[2] // s[0], 1) * s[0]))
 

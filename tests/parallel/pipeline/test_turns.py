@@ -2,9 +2,10 @@
 
 import pytest
 
-from megascale_jax.parallel.pipeline.operations import HEAD_GEMMS, TickShape, tick_operations
+from megascale_jax.parallel.pipeline.operations import tick_operations
 from megascale_jax.parallel.pipeline.phases import Phase, plan_phases
 from megascale_jax.parallel.pipeline.schedule import Schedule, TickKind
+from megascale_jax.parallel.pipeline.shape import HEAD_GEMMS, TickShape
 from megascale_jax.parallel.pipeline.table import schedule_row
 
 SCHEDULE = Schedule(8, 6, 32, 1)
@@ -32,7 +33,10 @@ def step_time(phases, copy):
         for phase in phases:
             began = list(clock)
             for stage in range(p):
-                turns = {"P.turn_forward": rows[stage].forward_turns or rows[stage].close_turns, "P.turn_backward": rows[stage].backward_turns}
+                turns = {
+                    "P.turn_forward": rows[stage].forward_turns or rows[stage].close_turns,
+                    "P.turn_backward": rows[stage].backward_turns,
+                }
                 own = began[stage] + (1.0 if phase.compute else 0.0) + sum(copy for name in phase.copies if turns[name])
                 sender = {"P.send_y": stage - 1, "P.send_g": stage + 1}
                 sent = [began[sender[name] % p] + MESSAGE for name in phase.collectives if name in sender]
