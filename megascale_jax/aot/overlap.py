@@ -36,6 +36,17 @@ class CollectiveRecord:
 
 
 @dataclass(frozen=True)
+class Span:
+    """What a lane of one loop body does when: ``compute``, or the link of a transfer; seconds from the body's start."""
+
+    lane: str
+    name: str
+    kind: str
+    start_s: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Timeline:
     """A walk of one computation: seconds of its kernels and of its waits for transfers."""
 
@@ -44,6 +55,7 @@ class Timeline:
     seconds_of: Mapping[str, float]
     flops: float
     collectives: tuple[CollectiveRecord, ...]
+    spans: tuple[Span, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -68,11 +80,21 @@ def walk(model: CostModel, streams: Streams, *, strict: bool) -> Timeline:
     return _Walk(model, streams, strict).computation(model.module.entry)
 
 
+def steady_tick(model: CostModel, streams: Streams) -> tuple[Span, ...]:
+    """Lanes of the steady loop's commonest tick, every kernel counted; nothing where there is no such loop."""
+    bodies = [(count, body) for body, count in loop_bodies(model.module, model.module.entry) if part_of(body) == "steady"]
+    if not bodies:
+        return ()
+    return _Walk(model, streams, strict=False).computation(max(bodies, key=lambda pair: pair[0])[1]).spans
+
+
 @dataclass
 class _Transfer:
     name: str
     link: str
     remaining_s: float
+    scope: str
+    began_s: float | None = None
 
 
 @dataclass
@@ -81,6 +103,8 @@ class _Queues:
 
     streams: dict[int, list[_Transfer]] = field(default_factory=lambda: defaultdict(list))
     hidden_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    clock_s: float = 0.0
+    spans: list[Span] = field(default_factory=list)
 
     def start(self, stream: int, transfer: _Transfer) -> None:
         self.streams[stream].append(transfer)
@@ -98,19 +122,28 @@ class _Queues:
         while passed < seconds and (until is None or self._pending(until)):
             heads = [queue[0] for queue in self.streams.values() if queue]
             if not heads:
+                if until is None:
+                    self.clock_s += seconds - passed
                 return passed if until is not None else seconds
             sharing = {link: sum(head.link == link for head in heads) for link in {head.link for head in heads}}
             first_s = min(head.remaining_s * sharing[head.link] for head in heads)
             step_s = min(first_s, seconds - passed)
             for head in heads:
+                if head.began_s is None:
+                    head.began_s = self.clock_s
                 head.remaining_s -= step_s / sharing[head.link]
                 if until is None:
                     self.hidden_s[head.name] += step_s / sharing[head.link]
+            self.clock_s += step_s
             for queue in self.streams.values():
                 if queue and queue[0].remaining_s <= 1e-15:
-                    queue.pop(0)
+                    self._finish(queue.pop(0))
             passed += step_s
         return passed
+
+    def _finish(self, transfer: _Transfer) -> None:
+        began_s = self.clock_s if transfer.began_s is None else transfer.began_s
+        self.spans.append(Span(transfer.link, transfer.scope, "transfer", began_s, self.clock_s - began_s))
 
     def _pending(self, name: str) -> bool:
         return any(transfer.name == name for queue in self.streams.values() for transfer in queue)
@@ -147,6 +180,8 @@ class _Walk:
                         beside[name] += 1
                 seconds = self._seconds(kernel)
                 seconds_of[kernel.kind] += seconds
+                if seconds:
+                    queues.spans.append(Span("compute", scope_of(instruction), kernel.kind, queues.clock_s, seconds))
                 queues.compute(seconds)
         own = [
             CollectiveRecord(
@@ -154,7 +189,7 @@ class _Walk:
             )
             for name, (start, cost) in costs.items()
         ]
-        return Timeline(sum(seconds_of.values()), waits_s, dict(seconds_of), flops, (*own, *inner))
+        return Timeline(sum(seconds_of.values()), waits_s, dict(seconds_of), flops, (*own, *inner), tuple(queues.spans))
 
     def _collective(
         self,
@@ -173,7 +208,7 @@ class _Walk:
             return queues.wait(start)
         cost = self.model.collective(instruction, computation)
         costs[name], beside[name] = (instruction, cost), 0
-        queues.start(self.streams.get(name, 0), _Transfer(name, _link(cost), cost.seconds))
+        queues.start(self.streams.get(name, 0), _Transfer(name, _link(cost), cost.seconds, scope_of(instruction)))
         if _is_sync(instruction):
             return queues.wait(name)
         open_starts.add(name)

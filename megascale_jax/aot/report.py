@@ -12,7 +12,18 @@ from typing import Any
 
 from megascale_jax.aot.cost import CostModel
 from megascale_jax.aot.hlo import Module
-from megascale_jax.aot.overlap import LOOPS, PARTS, CollectiveRecord, Timeline, hidden_fraction, loop_bodies, part_of, walk
+from megascale_jax.aot.overlap import (
+    LOOPS,
+    PARTS,
+    CollectiveRecord,
+    Span,
+    Timeline,
+    hidden_fraction,
+    loop_bodies,
+    part_of,
+    steady_tick,
+    walk,
+)
 from megascale_jax.config.layout import MeshShape
 from megascale_jax.config.schema import Experiment, RatesConfig
 from megascale_jax.model.flops import flops_per_row
@@ -45,6 +56,7 @@ class CompileReport:
     collectives: tuple[Mapping[str, Any], ...]
     sync_collectives: tuple[str, ...]
     uncovered_collectives: tuple[str, ...]
+    steady_tick: tuple[Span, ...]
 
     @property
     def fits(self) -> bool:
@@ -88,6 +100,7 @@ def make_report(
         uncovered_collectives=tuple(
             sorted({_label(record) for record in strict.collectives if record.scope.split("/")[0] in LOOPS and not record.gemms_beside})
         ),
+        steady_tick=steady_tick(model, streams),
     )
 
 

@@ -17,7 +17,8 @@ from megascale_jax.config.layout import MeshShape
 from megascale_jax.config.load import load_experiment
 from megascale_jax.config.schema import Experiment
 from megascale_jax.errors import ConfigError, UsageError
-from megascale_jax.observe.report import check_json_path, check_output_path, write_json
+from megascale_jax.observe.report import check_json_path, check_output_path, replace_file, write_json
+from megascale_jax.views.lanes import lanes_svg
 
 GIB = 2**30
 
@@ -34,6 +35,7 @@ def compile_step(
     ] = None,
     links: Annotated[float, typer.Option(help="factor on the rates of both links, to see how much slack there is", min=0.01)] = 1.0,
     keep_hlo: Annotated[Path | None, typer.Option(help="write the scheduled program to this file", show_default=False)] = None,
+    lanes: Annotated[Path | None, typer.Option(help="draw one steady tick, compute over transfers, as SVG", show_default=False)] = None,
     json: Annotated[Path | None, typer.Option("--json", help="also write the report to this file", show_default=False)] = None,
 ) -> None:
     """Compile the step for GPUs that are not there: does it fit, how long would it take, what is hidden.
@@ -43,6 +45,7 @@ def compile_step(
     """
     check_json_path(json)
     check_output_path(keep_hlo, "--keep-hlo")
+    check_output_path(lanes, "--lanes")
     plans = [resolve(experiment, overrides or [], target, nodes)]
     if compare is not None:
         plans.append(resolve(experiment, [*(overrides or []), *compare.split()], target, nodes))
@@ -63,6 +66,11 @@ def compile_step(
     if json is not None:
         data = [report.as_data() for report in reports]
         write_json(json, data[0] if compare is None else {"plan": data[0], "other": data[1]})
+    if lanes is not None:
+        heading = (
+            f"{reports[0].experiment}, {reports[0].devices:,} {reports[0].target}: one steady tick (estimates from the compiled schedule)"
+        )
+        replace_file(lanes, lanes_svg(reports[0].as_data()["steady_tick"], heading).encode())
     for name, report in zip(("plan", "other plan"), reports, strict=False):
         if not report.fits:
             console.print(Text(f"{name}: {_advice(report)}", style="red"), soft_wrap=True)

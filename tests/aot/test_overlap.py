@@ -2,7 +2,7 @@
 
 import pytest
 
-from megascale_jax.aot.overlap import hidden_fraction, loop_bodies, part_of, scope_of, walk
+from megascale_jax.aot.overlap import hidden_fraction, loop_bodies, part_of, scope_of, steady_tick, walk
 from tests.aot.programs import SYNC, done, gather, gemm, model_of, program
 
 MS = 1e-3
@@ -135,3 +135,13 @@ def test_scope_is_the_innermost_named_operation():
     text = program(gemm("k") + ', metadata={op_name="jit(train)/shard_map/while/body/warmup/F1.store/F1.middle/dot"}')
     module = model_of(text).module
     assert scope_of(module.entry.by_name["k"]) == "warmup/F1.middle"
+
+
+def test_lanes_of_a_tick_show_when_each_transfer_moves():
+    loop = '%w = (s32[], f32[250000]{0}) while(%x), condition=%cond, body=%outer, backend_config={"known_trip_count":{"n":"5"}}'
+    scope = ', metadata={op_name="jit(train)/while/body/steady/F0.in/dot_general"}'
+    extra = LOOP.replace("GATHER", gather("g")).replace("KERNEL", gemm("k") + scope).replace("DONE", done("g"))
+    spans = steady_tick(model_of(program(loop, extra=extra)), {})
+    found = {span.lane: (span.kind, span.start_s, span.seconds) for span in spans}
+    assert found["compute"] == ("gemm", 0.0, pytest.approx(MS, rel=1e-3))
+    assert found["tensor"] == ("transfer", 0.0, pytest.approx(MS, rel=1e-3))

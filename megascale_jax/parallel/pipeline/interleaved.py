@@ -30,7 +30,7 @@ from megascale_jax.parallel.pipeline.shape import TickShape, light_operations, t
 from megascale_jax.parallel.pipeline.table import keep_slots, schedule_table
 from megascale_jax.parallel.pipeline.tick import Tick
 from megascale_jax.parallel.pipeline.tick_state import Batch, Chunks, Constants
-from megascale_jax.parallel.pipeline.windows import State, Windows, halved
+from megascale_jax.parallel.pipeline.windows import State, Windows
 from megascale_jax.parallel.zero import Shards, ZeroSharding
 
 Carry = dict[str, Any]
@@ -202,10 +202,7 @@ class Pipeline:
             result, zero = run_phases(plan, tick.execute, values | {"part": tick.part, "turn": tick.turns}, wanted)
         tick.loss = tick.loss + zero
         if sums:
-            tick.sums = {
-                number: {matrix: tuple(result[f"W{number}.sum_{matrix}{half}"] for half in self.shape.halves) for matrix in ("in", "out")}
-                for number in range(len(self.branches))
-            }
+            tick.sums = {number: {m: self._sums(result, number, m) for m in ("in", "out")} for number in range(len(self.branches))}
         after = dict(carry) | {"held": tick.held}
         if kind.forward:
             after |= {"x": result[f"next.x{ends}"], "N": result[f"next.N{ends}"], "last": result[output]}
@@ -215,6 +212,9 @@ class Pipeline:
         if kind.backward:
             after["late"] = {name: result[f"left.{name}"] for name in LATE}
         return after, {name: result[name] for name in leaving}
+
+    def _sums(self, values: dict[str, jax.Array], number: int, matrix: str) -> tuple[jax.Array, ...]:
+        return tuple(values[f"W{number}.sum_{matrix}{half}"] for half in self.shape.halves(number, matrix))
 
     def _empty_stash(self, slots: int, windows: Windows, batch: Batch, like: jax.ShapeDtypeStruct) -> dict[int, Any]:
         """Zeros for what `Tick.store` keeps; ``slots`` is one more than the schedule's: idle ticks write there."""
@@ -233,12 +233,12 @@ class Pipeline:
     def _empty_rings(self, slots: int, windows: Windows, batch: Batch, like: jax.ShapeDtypeStruct) -> dict[int, Any]:
         """Zeros for what `Tick.keep` keeps."""
         rings: dict[int, Any] = {}
-        for number, branch in enumerate(self.branches):
+        for number in range(len(self.branches)):
             whole = (like.shape[0], batch["tokens"].shape[2])
             widths = {"G": like.shape[2]}
-            for name, group in (("z", branch.w_out), ("dy", branch.w_in)):
-                parts = halved(windows.width(group)) if self.shape.halved else (windows.width(group),)
-                widths |= {f"{name}{half}": width for half, width in zip(self.shape.halves, parts, strict=True)}
+            for name, matrix in (("z", "out"), ("dy", "in")):
+                parts = zip(self.shape.halves(number, matrix), windows.part_widths(number, matrix), strict=True)
+                widths |= {f"{name}{half}": width for half, width in parts}
             kept = {name: jax.ShapeDtypeStruct((*whole, width), like.dtype) for name, width in widths.items()}
             rings[number] = _zeros(slots, {"x": like} | kept)
         return rings

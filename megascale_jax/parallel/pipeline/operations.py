@@ -105,7 +105,7 @@ def tick_operations(kind: TickKind, shape: TickShape) -> tuple[Operation, ...]:
             result += _forward("R", shape.branches, gather_first=True, finish_last=False)
         result += _backward(shape.branches, "R" if shape.recompute else "B")
     if kind.weight_gradients:
-        result += [operation for k in range(shape.branches) for operation in _weight_gradients(k, shape.halves)]
+        result += [operation for k in range(shape.branches) for operation in _weight_gradients(k, shape)]
     for piece in zero_pieces(shape).values():
         gathers = ".gather_" in piece.operation
         if kind.gather if gathers else kind.scatter:
@@ -268,14 +268,14 @@ def _turn(slot: str, message: str) -> list[Operation]:
     return [copy, _glue(f"P.hold_{slot}", [f"turned_{slot}"])]
 
 
-def _weight_gradients(k: int, halves: tuple[str, ...]) -> list[Operation]:
+def _weight_gradients(k: int, shape: TickShape) -> list[Operation]:
     """Both weight gradients of a branch, each added to its sum; a half is a digit behind the verb."""
     at = f"W{k}"
     return [
-        *(_compute(f"{at}.wout{half}", [f"{at}.G", f"{at}.z{half}"], f"{at}.sum_out{half}") for half in halves),
+        *(_compute(f"{at}.wout{half}", [f"{at}.G", f"{at}.z{half}"], f"{at}.sum_out{half}") for half in shape.halves(k, "out")),
         _glue(f"{at}.norm", [f"{at}.x"], f"{at}.n"),
         _collective(f"{at}.gather", axes.TENSOR, f"{at}.n", f"{at}.N"),
-        *(_compute(f"{at}.win{half}", [f"{at}.N", f"{at}.dy{half}"], f"{at}.sum_in{half}") for half in halves),
+        *(_compute(f"{at}.win{half}", [f"{at}.N", f"{at}.dy{half}"], f"{at}.sum_in{half}") for half in shape.halves(k, "in")),
     ]
 
 

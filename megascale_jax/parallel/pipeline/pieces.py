@@ -29,9 +29,10 @@ def zero_pieces(shape: TickShape) -> dict[str, Piece]:
     pieces: list[Piece] = []
     for k in range(shape.branches):
         for matrix in ("in", "out"):
+            halves = shape.halves(k, matrix)
             carriers = {
                 "gather": _forward_carriers(shape, k, matrix),
-                "scatter": [f"B{k}.d{matrix}"] * len(shape.halves) + [f"W{k}.w{matrix}{half}" for half in shape.halves],
+                "scatter": [f"B{k}.d{matrix}"] * len(halves) + [f"W{k}.w{matrix}{half}" for half in halves],
             }
             for move, equal in carriers.items():
                 for carrier in dict.fromkeys(equal):

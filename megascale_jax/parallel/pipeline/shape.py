@@ -14,8 +14,8 @@ class TickShape:
     """What decides the operations of a tick, besides its kind.
 
     ``branches`` of a chunk; ``recompute``: the backward slot runs the chunk's forward pass again; ``backward_delay`` as
-    in the schedule: the head takes the last tick's output (1) or this tick's (0). ``halved``: weight gradients are
-    cut in two, each half still long enough to cover a message, so that there are more kernels to hide messages under.
+    in the schedule: the head takes the last tick's output (1) or this tick's (0). ``halved``: weight gradients that are cut in
+    two, branch and ``in`` or ``out``: each half still covers a message, so that there are more kernels to hide messages under.
     ``turns``: weights are copied where a slot turns to another chunk, not looked up in every tick. ``split``: the forward pass
     runs in halves of the sequence as long as there are no weight gradients.
     """
@@ -23,7 +23,7 @@ class TickShape:
     branches: int
     recompute: bool
     backward_delay: Literal[0, 1]
-    halved: bool = False
+    halved: frozenset[tuple[int, str]] = frozenset()
     turns: bool = True
     split: bool = False
 
@@ -31,10 +31,9 @@ class TickShape:
         """Whether a tick's forward pass runs in halves of the sequence."""
         return self.split and kind.forward and not kind.weight_gradients
 
-    @property
-    def halves(self) -> tuple[str, ...]:
-        """Suffixes of the GEMMs of one weight gradient."""
-        return ("1", "2") if self.halved else ("",)
+    def halves(self, branch: int, matrix: str) -> tuple[str, ...]:
+        """Suffixes of the GEMMs of a weight gradient."""
+        return ("1", "2") if (branch, matrix) in self.halved else ("",)
 
 
 INPUT_CUT = (3, 5)
@@ -48,13 +47,16 @@ COVERING_FLOPS = 5e10
 
 def tick_shape(model: ModelConfig, parallel: ParallelConfig, layout: Layout) -> TickShape:
     """The shape of a run's ticks."""
-    tokens = parallel.micro_batch_size * model.sequence_length
-    half = tokens * model.hidden_size * _own_width(model, layout)
+    elements = parallel.micro_batch_size * model.sequence_length * model.hidden_size
+    branches = layout.layers_per_chunk * model.branches_per_layer
+    widths = _own_widths(model, layout)
+    long = {place for place, width in enumerate(widths) if elements * width >= COVERING_FLOPS}
+    halved = {(k, matrix) for k in range(branches) for end, matrix in enumerate(("in", "out")) if (2 * k + end) % len(widths) in long}
     return TickShape(
-        layout.layers_per_chunk * model.branches_per_layer,
+        branches,
         parallel.remat == "full",
         parallel.backward_delay,
-        halved=half >= COVERING_FLOPS,
+        halved=frozenset(halved),
         # a half's own dropout would be another than that of the whole, which the backward pass draws again
         split=parallel.tensor > 1 and parallel.backward_delay == 1 and model.dropout == 0,
     )
@@ -68,11 +70,11 @@ LIGHT = 0.25
 def light_operations(model: ModelConfig, layout: Layout) -> tuple[str, ...]:
     """The head's GEMMs, where a rank's part of the vocabulary is small beside its part of a branch's input projection."""
     own_vocab = layout.padded_vocab // (layout.mesh.pipe * layout.mesh.tensor)
-    return HEAD_GEMMS if own_vocab < LIGHT * _own_width(model, layout) else ()
+    return HEAD_GEMMS if own_vocab < LIGHT * _own_widths(model, layout)[0] else ()
 
 
-def _own_width(model: ModelConfig, layout: Layout) -> int:
-    """One rank's columns of the first branch's input projection."""
+def _own_widths(model: ModelConfig, layout: Layout) -> list[int]:
+    """One rank's columns of a layer's matrices, input and output of each branch in turn."""
     specs = parameter_specs(model)
-    group = next(group for group in fused_groups(model) if group.name in ("w_in", "w_qkv"))
-    return sum(specs[name].columns() for name in group.members) // layout.mesh.tensor
+    matrices = [group for group in fused_groups(model) if group.has_embed and group.name != "vectors"]
+    return [sum(specs[name].columns() for name in group.members) // layout.mesh.tensor for group in matrices]

@@ -42,6 +42,12 @@ class Windows:
         """This rank's columns of a matrix."""
         return sum(self.zero.columns[name] for name in self.zero.matrices[group].members)
 
+    def part_widths(self, number: int, matrix: str) -> tuple[int, ...]:
+        """Columns of the parts in which a matrix's gradient is computed."""
+        branch = self.chunks.branches[number]
+        width = self.width(branch.w_in if matrix == "in" else branch.w_out)
+        return (width,) if len(self.shape.halves(number, matrix)) == 1 else (width // 2, width - width // 2)
+
     def start(self, shards: Shards) -> State:
         """Chunk 0's weights gathered, all else empty."""
         _, layers, ways = self._counts
@@ -71,8 +77,7 @@ class Windows:
     def empty_sums(self) -> Sums:
         """Zeros."""
         return {
-            number: {matrix: self._empty_halves(group) for matrix, group in (("in", branch.w_in), ("out", branch.w_out))}
-            for number, branch in enumerate(self.chunks.branches)
+            number: {matrix: self._empty_parts(number, matrix) for matrix in ("in", "out")} for number in range(len(self.chunks.branches))
         }
 
     def close(self, kind: TickKind, tick: Tick, state: State, moved: dict[str, jax.Array]) -> tuple[dict[str, Any], State]:
@@ -115,9 +120,9 @@ class Windows:
     def _rows(self) -> int:
         return self.zero.layout.padded_embed
 
-    def _empty_halves(self, group: str) -> tuple[jax.Array, ...]:
-        widths = halved(self.width(group)) if self.shape.halved else (self.width(group),)
-        return tuple(jnp.zeros((self.zero.model.hidden_size, width), jnp.float32) for width in widths)
+    def _empty_parts(self, number: int, matrix: str) -> tuple[jax.Array, ...]:
+        rows = self.zero.model.hidden_size
+        return tuple(jnp.zeros((rows, width), jnp.float32) for width in self.part_widths(number, matrix))
 
     def _added(self, totals: Shards, sums: Sums, chunk: jax.Array) -> Shards:
         result = {group: total.reshape(*total.shape[:2], self._rows, -1) for group, total in totals.items()}
@@ -146,8 +151,3 @@ class Windows:
     def _matrix(self, number: int, matrix: str) -> tuple[str, int]:
         branch = self.chunks.branches[number]
         return branch.w_in if matrix == "in" else branch.w_out, number // self.chunks.branches_per_layer
-
-
-def halved(width: int) -> tuple[int, int]:
-    """Columns of both halves of a matrix."""
-    return width // 2, width - width // 2

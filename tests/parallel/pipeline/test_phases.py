@@ -20,8 +20,13 @@ STEADY_ENDS = replace(STEADY, embed=True, head=True, embed_backward=True)
 COOLDOWN = TickKind(forward=False, backward=True, weight_gradients=True, scatter=True)
 
 
-def planned(kind, branches=2, recompute=False, delay=1, sizes=SIZES, halved=False, light=()):
-    plan = plan_phases(tick_operations(kind, TickShape(branches, recompute, delay, halved)), sizes, light)
+def all_of(branches):
+    return frozenset((branch, matrix) for branch in range(branches) for matrix in ("in", "out"))
+
+
+def planned(kind, branches=2, recompute=False, delay=1, sizes=SIZES, halved=False, light=(), split=False):
+    shape = TickShape(branches, recompute, delay, all_of(branches) if halved else frozenset(), split=split)
+    plan = plan_phases(tick_operations(kind, shape), sizes, light)
     validate_phases(plan)
     return plan
 
@@ -54,8 +59,9 @@ def test_halved_weight_gradients_cover_the_head_and_the_cool_down(kind):
 
 
 @pytest.mark.parametrize("halved", [False, True])
-def test_pieces_of_every_matrix_cover_it_once_and_ride_on_its_own_gemms(halved):
-    shape = TickShape(2, False, 1, halved)
+@pytest.mark.parametrize("split", [False, True])
+def test_pieces_of_every_matrix_cover_it_once_and_ride_on_its_own_gemms(halved, split):
+    shape = TickShape(2, False, 1, all_of(2) if halved else frozenset(), split=split)
     pieces = zero_pieces(shape).values()
     for kind, verb in ((TickKind(True, False, gather=True), "gather"), (COOLDOWN, "scatter")):
         plan = plan_phases(tick_operations(kind, shape), SIZES)
@@ -74,6 +80,23 @@ def test_a_turn_shares_the_phase_of_the_message_before_it_is_needed():
     for phase in planned(STEADY).phases:
         for copy, message in (("P.turn_forward", "P.send_y"), ("P.turn_backward", "P.send_g")):
             assert (copy in phase.copies) == (message in phase.collectives)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("gather", [False, True])
+def test_halves_of_the_sequence_cover_the_warm_up(gather, ends):
+    kind = TickKind(forward=True, backward=False, gather=gather, embed=ends)
+    plan = planned(kind, halved=True, light=HEAD_GEMMS, split=True)
+    assert plan.bare == ()
+    first = planned(TickKind(True, True, embed=True, head=True), halved=True, light=HEAD_GEMMS, split=True)
+    assert first.bare == ("P.gather_b", "P.send_g", "B1.gather"), "the first backward passes have no weight gradients to help"
+
+
+def test_one_gather_and_one_scatter_per_block_and_half():
+    shape = TickShape(2, False, 1, split=True)
+    names = [o.name for o in tick_operations(TickKind(forward=True, backward=False), shape) if o.axes == ("tensor",)]
+    ends = ["P.gather_a", "P.gather_b", "T.scatter"]
+    assert sorted(names) == [*ends[:2], ends[2], "a0.scatter", "a1.gather", "a1.scatter", "b0.scatter", "b1.gather"]
 
 
 def test_one_gather_and_one_scatter_per_block_forward():
