@@ -85,6 +85,10 @@ class ParallelConfig(Section):
     remat: Literal["none", "selective", "full"] = Field(
         default="none", description="recompute nothing that is a GEMM in the backward pass, attention too, or whole chunks"
     )
+    tensor_overlap: Literal["plain", "ring"] = Field(
+        default="plain",
+        description="plain: collectives that the pipeline hides under other products; ring: permutes under parts of their own product",
+    )
     backward_delay: Literal[0, 1] = Field(
         default=1, description="ticks between the last stage's forward and backward pass of a micro-batch; 1 keeps the two slots apart"
     )

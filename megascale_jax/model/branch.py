@@ -187,14 +187,6 @@ class Branch:
                 o_BsD = o_BsD + bias.astype(o_BsD.dtype)
         return x_BsD + dropout(o_BsD, self.model.dropout, key)
 
-    def weight_out_gradient(self, g_BSD: jax.Array, z_BSG: jax.Array) -> jax.Array:
-        """Gradient of ``w_out``, fp32 ``[D, G]``."""
-        return jnp.einsum("bsd,bsg->dg", g_BSD, z_BSG, preferred_element_type=jnp.float32)
-
-    def weight_in_gradient(self, n_BSD: jax.Array, dy_BSF: jax.Array) -> jax.Array:
-        """Gradient of ``w_in``, fp32 ``[D, F]``."""
-        return jnp.einsum("bsd,bsf->df", n_BSD, dy_BSF, preferred_element_type=jnp.float32)
-
     def bias_in_gradient(self, dy_BSF: jax.Array) -> jax.Array | None:
         """Gradient of the input biases, fp32, in their own order; ``None`` without biases."""
         if self.b_in is None:

@@ -1,4 +1,4 @@
-"""What a layer may ask of the ranks that share it: two fused operations and a few slices.
+"""What a layer may ask of the ranks that share it: fused operations and a few slices.
 
 Layers receive an implementation and know no mesh. `OneDevice` is the plain meaning of each operation;
 ``parallel/tensor.py`` has the one for a tensor-parallel group. Shapes: capital S is the whole sequence, small s this
@@ -27,6 +27,10 @@ class Communication(Protocol):
 
     def matmul_reduce_scatter(self, y_BSF: jax.Array, w_DF: jax.Array) -> jax.Array:
         """Multiply by the transpose, add up over the group, keep this rank's part of the sequence: ``[B, s, D]``."""
+        ...
+
+    def gathered_outer(self, x_BsD: jax.Array, y_BSF: jax.Array) -> jax.Array:
+        """Gather the sequence of ``x``, then ``x.T @ y`` over all tokens: a weight gradient, fp32 ``[D, F]``."""
         ...
 
     def gather(self, x_BsD: jax.Array) -> jax.Array:
@@ -62,6 +66,10 @@ class OneDevice:
     def matmul_reduce_scatter(self, y_BSF: jax.Array, w_DF: jax.Array) -> jax.Array:
         """``y @ w.T``."""
         return jnp.einsum("bsf,df->bsd", y_BSF, w_DF)
+
+    def gathered_outer(self, x_BsD: jax.Array, y_BSF: jax.Array) -> jax.Array:
+        """``x.T @ y``."""
+        return jnp.einsum("bsd,bsf->df", x_BsD, y_BSF, preferred_element_type=jnp.float32)
 
     def gather(self, x_BsD: jax.Array) -> jax.Array:
         """The input."""

@@ -29,6 +29,7 @@ from megascale_jax.model.transformer import Transformer
 from megascale_jax.parallel.mesh import make_mesh
 from megascale_jax.parallel.pipeline.executor import Executor, OneStage
 from megascale_jax.parallel.pipeline.interleaved import Pipeline
+from megascale_jax.parallel.ring import RingTensorParallel
 from megascale_jax.parallel.tensor import TensorParallel
 from megascale_jax.parallel.zero import ZeroSharding
 
@@ -130,7 +131,8 @@ def make_plan(experiment: Experiment, devices: Sequence[Any]) -> Plan:
     layout = Layout.of(model, parallel)
     mesh = make_mesh(layout.mesh, devices)
     zero = ZeroSharding(model, layout, jnp.dtype(experiment.train.compute_dtype))
-    transformer = Transformer(model, select(model, experiment.system), TensorParallel(), zero.columns, remat=parallel.remat == "full")
+    communication = RingTensorParallel() if parallel.tensor_overlap == "ring" else TensorParallel()
+    transformer = Transformer(model, select(model, experiment.system), communication, zero.columns, remat=parallel.remat == "full")
     executor = OneStage(transformer, zero) if parallel.pipe == 1 else Pipeline(transformer, layout, parallel, zero)
     return Plan(experiment, layout, mesh, zero, executor)
 

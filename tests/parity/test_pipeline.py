@@ -56,7 +56,7 @@ def case_id(value):
     return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def configured(kind, shape, remat="none", delay=1, layers=None, num_layers=None, **train):
+def configured(kind, shape, remat="none", delay=1, layers=None, num_layers=None, overlap="plain", **train):
     pipe, chunks, m, data, tensor = shape
     deep = pipe * chunks == 2 and m == 4 and layers is None
     parallel = {
@@ -66,6 +66,7 @@ def configured(kind, shape, remat="none", delay=1, layers=None, num_layers=None,
         "remat": remat,
         "backward_delay": delay,
         "layers": layers,
+        "tensor_overlap": overlap,
     }
     window = (3, "full") if deep else (3,)
     return experiment(
@@ -109,6 +110,14 @@ def check(kind, shape, config, **placement):
 @pytest.mark.parametrize(("shape", "remat", "kind", "delay"), [case for case in CASES if case[0][1] == 1], ids=case_id)
 def test_loss_and_gradients_equal_float64_reference(shape, remat, kind, delay):
     check(kind, shape, configured(kind, shape, remat, delay))
+
+
+@pytest.mark.parametrize(("shape", "remat", "kind"), [((2, 1, 4, 1, 4), "none", "tied"), ((2, 1, 4, 2, 2), "full", "gqa")], ids=case_id)
+def test_ring_products_equal_the_reference(shape, remat, kind):
+    config = configured(kind, shape, remat, overlap="ring")
+    executor = plan_of(config).executor
+    assert isinstance(executor, Pipeline) and executor.shape.ring and not executor.shape.split
+    check(kind, shape, config)
 
 
 def test_halved_weight_gradients_and_a_light_head_equal_the_reference(monkeypatch):

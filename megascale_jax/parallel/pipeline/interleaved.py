@@ -65,7 +65,7 @@ class Pipeline:
     def loss(self, params: Shards, batch: Batch) -> jax.Array:
         """See `Executor`; a forward pass in ``m v + p - 1`` ticks, all weights gathered before."""
         schedule, batch = self.schedule(batch["tokens"].shape[0], 0), self._stored(batch)
-        shape = TickShape(len(self.branches), recompute=False, backward_delay=0, turns=False)
+        shape = TickShape(len(self.branches), recompute=False, backward_delay=0, turns=False, ring=self.shape.ring)
         chunks, weights = self._chunks(recomputes=False), self.zero.gather(params)
 
         def plan(kind: TickKind) -> TickPlan:
@@ -75,7 +75,7 @@ class Pipeline:
         constants = Constants(weights, batch, None, jnp.float32(1))
         held = {"stash": {}, "kept": {}, "sums": {}, "arriving": {}, "gradients": {}, "loss": jnp.float32(0), "now": {}}
         rows = _stage_rows(schedule)
-        carry = self._filled(Tick(chunks, constants, rows[0], held), split=False)
+        carry = self._filled(Tick(chunks, constants, rows[0], held), shape)
         for loop in forward_loops(schedule):
             carry = _repeat(partial(self._loop, loop, plan, partial(Tick, chunks, constants)), carry, loop, rows)
         return carry["held"]["loss"]
@@ -111,7 +111,7 @@ class Pipeline:
             "loss": jnp.float32(0),
             "now": windows.first_turn(state),
         }
-        carry = self._filled(Tick(chunks, constants(state), rows[0], held), split=self.shape.split)
+        carry = self._filled(Tick(chunks, constants(state), rows[0], held), self.shape)
 
         def window(run: Run, both: tuple[Carry, State], rows: jax.Array) -> tuple[Carry, State]:
             carry, state = both
@@ -143,16 +143,19 @@ class Pipeline:
 
     def _chunks(self, *, recomputes: bool) -> Chunks:
         per_layer = len(self.branches) // self.layout.layers_per_chunk
-        return Chunks(self.transformer, self.branches, per_layer, self.layout.mesh.pipe, recomputes, zero_pieces(self.shape))
+        return Chunks(
+            self.transformer, self.branches, per_layer, self.layout.mesh.pipe, recomputes, zero_pieces(self.shape), self.shape.ring
+        )
 
     def _stored(self, batch: Batch) -> Batch:
         """The batch with its tokens in the order in which branches store them."""
         ways = self.branches[0].ways
         return {name: jax.vmap(lambda rows: in_stored_order(rows, ways))(value) for name, value in batch.items()}
 
-    def _filled(self, tick: Tick, *, split: bool) -> Carry:
-        """The carry before the first tick: its input is there, nothing is late. ``split``: a carry of ticks in halves."""
-        plan, ends = plan_phases(fill_operations(split=split), self.axis_sizes), "_a" if split else ""
+    def _filled(self, tick: Tick, shape: TickShape) -> Carry:
+        """The carry before the first tick: its input is there, nothing is late."""
+        split, ends = shape.split, "_a" if shape.split else ""
+        plan = plan_phases(fill_operations(shape), self.axis_sizes)
         with jax.named_scope("fill"):
             first, zero = run_phases(plan, tick.execute, {}, ("E.x", f"next.x{ends}", f"next.N{ends}"))
         tick.loss = tick.loss + zero
@@ -235,12 +238,13 @@ class Pipeline:
         rings: dict[int, Any] = {}
         for number in range(len(self.branches)):
             whole = (like.shape[0], batch["tokens"].shape[2])
-            widths = {"G": like.shape[2]}
+            widths = {} if self.shape.ring else {"G": like.shape[2]}
             for name, matrix in (("z", "out"), ("dy", "in")):
                 parts = zip(self.shape.halves(number, matrix), windows.part_widths(number, matrix), strict=True)
                 widths |= {f"{name}{half}": width for half, width in parts}
             kept = {name: jax.ShapeDtypeStruct((*whole, width), like.dtype) for name, width in widths.items()}
-            rings[number] = _zeros(slots, {"x": like} | kept)
+            local = {"x": like, "G": like} if self.shape.ring else {"x": like}
+            rings[number] = _zeros(slots, local | kept)
         return rings
 
     def _without_pads(self, gradients: Any) -> Any:

@@ -110,12 +110,19 @@ def tick_operations(kind: TickKind, shape: TickShape) -> tuple[Operation, ...]:
         gathers = ".gather_" in piece.operation
         if kind.gather if gathers else kind.scatter:
             result += _zero_piece(piece, gathers)
-    return tuple(result)
+    return tuple(_in_product(o) if shape.ring else o for o in result)
 
 
-def fill_operations(*, split: bool = False) -> tuple[Operation, ...]:
+def _in_product(operation: Operation) -> Operation:
+    """Gathers and scatters of the branches are nothing by themselves where products do them."""
+    own = operation.axes == (axes.TENSOR,) and operation.slot in "FRBLWP"
+    return replace(operation, kind="glue", axes=()) if own else operation
+
+
+def fill_operations(shape: TickShape) -> tuple[Operation, ...]:
     """Before the first tick: the first micro-batch's embedding becomes the first input."""
-    return (*_EMBED, *(_next_half(None, embed=True) if split else _next_input(None, embed=True)))
+    operations = (*_EMBED, *(_next_half(None, embed=True) if shape.split else _next_input(None, embed=True)))
+    return tuple(_in_product(o) if shape.ring else o for o in operations)
 
 
 def settle_operations() -> tuple[Operation, ...]:

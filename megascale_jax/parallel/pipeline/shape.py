@@ -17,7 +17,7 @@ class TickShape:
     in the schedule: the head takes the last tick's output (1) or this tick's (0). ``halved``: weight gradients that are cut in
     two, branch and ``in`` or ``out``: each half still covers a message, so that there are more kernels to hide messages under.
     ``turns``: weights are copied where a slot turns to another chunk, not looked up in every tick. ``split``: the forward pass
-    runs in halves of the sequence as long as there are no weight gradients.
+    runs in halves of the sequence as long as there are no weight gradients. ``ring``: products do their own communication.
     """
 
     branches: int
@@ -26,6 +26,7 @@ class TickShape:
     halved: frozenset[tuple[int, str]] = frozenset()
     turns: bool = True
     split: bool = False
+    ring: bool = False
 
     def in_halves(self, kind: TickKind) -> bool:
         """Whether a tick's forward pass runs in halves of the sequence."""
@@ -58,7 +59,8 @@ def tick_shape(model: ModelConfig, parallel: ParallelConfig, layout: Layout) -> 
         parallel.backward_delay,
         halved=frozenset(halved),
         # a half's own dropout would be another than that of the whole, which the backward pass draws again
-        split=parallel.tensor > 1 and parallel.backward_delay == 1 and model.dropout == 0,
+        split=parallel.tensor > 1 and parallel.backward_delay == 1 and model.dropout == 0 and parallel.tensor_overlap == "plain",
+        ring=parallel.tensor_overlap == "ring",
     )
 
 

@@ -64,6 +64,14 @@ class Tick(HalfOperations, VocabularyOperations, ZeroOperations):
         """Sum over the tensor ranks, this rank's part of the sequence."""
         return self.communication.reduce_scatter(x_BSD)
 
+    def branch_gather(self, x_BsD: jax.Array) -> jax.Array:
+        """`gather`, where the product that follows does not do it."""
+        return x_BsD if self.chunks.ring else self.gather(x_BsD)
+
+    def branch_scatter(self, x: jax.Array) -> jax.Array:
+        """`scatter`, where the product before has not done it."""
+        return x if self.chunks.ring else self.scatter(x)
+
     def sum_over_stages(self, x: jax.Array) -> jax.Array:
         """Sum over the stages: also how one stage's value, the others giving zero, reaches all."""
         return jax.lax.psum(x, axes.PIPE)
@@ -147,9 +155,10 @@ _METHODS: Mapping[str, Callable[..., Any]] = {
     "W.wout": Tick.weight_out,
     "W.win": Tick.weight_in,
     **{f"{slot}.finish": Tick.finish_backward for slot in "BL"},
-    **{f"{slot}.gather": lambda tick, place, number, x: tick.gather(x) for slot in "FRBWab"},
-    **{f"{slot}.scatter": lambda tick, place, number, x: tick.scatter(x) for slot in "FRBLab"},
-    **{f"{slot}.gather": Tick.gather for slot in "PHD"},
+    **{f"{slot}.gather": lambda tick, place, number, x: tick.branch_gather(x) for slot in "FRBWab"},
+    **{f"{slot}.scatter": lambda tick, place, number, x: tick.branch_scatter(x) for slot in "FRBLab"},
+    "P.gather": Tick.branch_gather,
+    **{f"{slot}.gather": Tick.gather for slot in "HD"},
     **{f"{slot}.scatter": Tick.scatter for slot in "EH"},
     **dict.fromkeys(("E.sum", "H.spread", "H.sum", "D.spread"), Tick.sum_over_stages),
     "P.send_y": Tick.send_output,

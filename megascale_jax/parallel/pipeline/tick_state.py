@@ -24,7 +24,8 @@ Batch = Mapping[str, jax.Array]
 
 @dataclass(frozen=True)
 class Chunks:
-    """The static part of a pipeline: the chunk's branches, the stages, what is recomputed, which ZeRO-2 pieces move in a tick."""
+    """The static part of a pipeline: the chunk's branches, the stages, what is recomputed, which ZeRO-2 pieces move in a tick,
+    whether products do their own communication."""
 
     transformer: Transformer
     branches: tuple[Branch, ...]
@@ -32,6 +33,7 @@ class Chunks:
     stages: int
     recomputes: bool
     pieces: Mapping[str, Piece] = field(default_factory=dict)
+    ring: bool = False
 
 
 @dataclass(frozen=True)

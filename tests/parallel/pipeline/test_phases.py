@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale_jax.parallel.pipeline.loops import training_loops
-from megascale_jax.parallel.pipeline.operations import fill_operations, tick_operations
+from megascale_jax.parallel.pipeline.operations import fill_operations, settle_operations, tick_operations
 from megascale_jax.parallel.pipeline.phases import Phase, plan_phases, validate_phases
 from megascale_jax.parallel.pipeline.pieces import zero_pieces
 from megascale_jax.parallel.pipeline.schedule import Schedule, TickKind
@@ -38,7 +38,9 @@ def test_every_tick_of_every_schedule_has_a_valid_plan(branches, recompute, dela
     for loop in training_loops(schedule):
         for run in loop.runs:
             planned(run.kind, branches, recompute, delay, {"pipe": pipe, "data": 1, "tensor": tensor})
-    validate_phases(plan_phases(fill_operations(), SIZES))
+    for split in (False, True):
+        validate_phases(plan_phases(fill_operations(TickShape(branches, recompute, delay, split=split)), SIZES))
+    validate_phases(plan_phases(settle_operations(), SIZES))
 
 
 @pytest.mark.parametrize("branches", [1, 2, 4])
@@ -102,6 +104,14 @@ def test_one_gather_and_one_scatter_per_block_and_half():
 def test_one_gather_and_one_scatter_per_block_forward():
     names = [o.name for o in tick_operations(TickKind(forward=True, backward=False), TickShape(2, False, 1)) if o.axes == ("tensor",)]
     assert sorted(names) == ["F0.scatter", "F1.gather", "F1.scatter", "P.gather"], "the first gather belongs to the tick before"
+
+
+def test_products_that_communicate_themselves_leave_the_tensor_axis_to_the_vocabulary():
+    shape = TickShape(2, False, 1, ring=True)
+    plan = plan_phases(tick_operations(STEADY_ENDS, shape), SIZES)
+    validate_phases(plan)
+    tensor = {name for phase in plan.phases for name in phase.collectives if "tensor" in plan.by_name[name].axes}
+    assert tensor == {"H.gather", "H.join", "H.scatter", "E.scatter", "D.gather"}
 
 
 def test_collectives_of_an_axis_of_one_are_no_phases():
