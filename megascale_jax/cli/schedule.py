@@ -11,8 +11,7 @@ from megascale_jax.config.schema import Experiment
 from megascale_jax.errors import UsageError
 from megascale_jax.observe.report import check_json_path, check_output_path, replace_file, write_json
 from megascale_jax.parallel.pipeline.loops import training_loops
-from megascale_jax.parallel.pipeline.operations import tick_operations
-from megascale_jax.parallel.pipeline.phases import TickPlan, plan_phases
+from megascale_jax.parallel.pipeline.phases import TickPlan, plan_tick
 from megascale_jax.parallel.pipeline.schedule import Schedule, TickKind
 from megascale_jax.parallel.pipeline.shape import light_operations, tick_shape
 from megascale_jax.views.schedule import schedule_summary, schedule_svg, schedule_text
@@ -65,7 +64,7 @@ def tick_plans(experiment: Experiment, schedule: Schedule) -> dict[str, TickPlan
     shape = tick_shape(experiment.model, experiment.parallel, layout)
     kinds = dict.fromkeys(run.kind for loop in training_loops(schedule) for run in loop.runs)
     light = light_operations(experiment.model, layout)
-    return {_name(kind): plan_phases(tick_operations(kind, shape), layout.mesh.by_axis, light) for kind in kinds}
+    return {_name(kind): plan_tick(kind, shape, layout.mesh.by_axis, light) for kind in kinds}
 
 
 _WORDS = {

@@ -23,7 +23,7 @@ from megascale_jax.parallel.pipeline.engine import run_phases
 from megascale_jax.parallel.pipeline.executor import fold_rank, zero_gradients
 from megascale_jax.parallel.pipeline.loops import Loop, Run, forward_loops, training_loops
 from megascale_jax.parallel.pipeline.operations import LATE, fill_operations, settle_operations, tick_operations
-from megascale_jax.parallel.pipeline.phases import TickPlan, plan_phases
+from megascale_jax.parallel.pipeline.phases import TickPlan, plan_phases, plan_tick
 from megascale_jax.parallel.pipeline.pieces import zero_pieces
 from megascale_jax.parallel.pipeline.schedule import Schedule, TickKind
 from megascale_jax.parallel.pipeline.shape import TickShape, light_operations, tick_shape
@@ -55,7 +55,7 @@ class Pipeline:
         self.plan = cache(self._plan)
 
     def _plan(self, kind: TickKind) -> TickPlan:
-        return plan_phases(tick_operations(kind, self.shape), self.axis_sizes, self.light)
+        return plan_tick(kind, self.shape, self.axis_sizes, self.light)
 
     def schedule(self, micro_batches: int, backward_delay: Literal[0, 1] | None = None) -> Schedule:
         """The schedule of a step of so many micro-batches."""

@@ -16,7 +16,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megascale_jax.parallel.pipeline.operations import Operation
+from megascale_jax.parallel.pipeline.operations import Operation, tick_operations
+from megascale_jax.parallel.pipeline.schedule import TickKind
+from megascale_jax.parallel.pipeline.shape import TickShape
 
 IN_FLIGHT = 2
 """Collectives of a phase: XLA gives out two communication streams in turn, and a third would queue behind one of two."""
@@ -65,6 +67,11 @@ class TickPlan:
         return "\n".join(
             f"{phase.compute or '-':{width}} | {', '.join((*phase.collectives, *phase.copies)) or '-'}" for phase in self.phases
         )
+
+
+def plan_tick(kind: TickKind, shape: TickShape, axis_sizes: Mapping[str, int], light: Collection[str]) -> TickPlan:
+    """The plan of a tick. ``light`` computes count as such only where weight gradients are there to cover messages instead."""
+    return plan_phases(tick_operations(kind, shape), axis_sizes, light if kind.weight_gradients else ())
 
 
 def plan_phases(operations: Iterable[Operation], axis_sizes: Mapping[str, int], light: Collection[str] = ()) -> TickPlan:
