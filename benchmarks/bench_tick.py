@@ -59,6 +59,7 @@ def variant(micro_batches: int) -> dict[str, Any]:
         f"parallel.virtual_stages={CHUNKS}",
         f"parallel.data={DATA}",
         "parallel.micro_batch_size=2",
+        "model.window=[128]",
         f"train.global_batch_size={micro_batches * DATA * 2}",
     ]
     assert load_experiment(MODEL, overrides).num_micro_batches == micro_batches

@@ -10,6 +10,7 @@ Two clocks: *strict* gives time to GEMMs and attention only, *all* to every kern
 each trip from empty queues.
 """
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -78,6 +79,13 @@ def hidden_fraction(records: list[CollectiveRecord] | tuple[CollectiveRecord, ..
 def walk(model: CostModel, streams: Streams, *, strict: bool) -> Timeline:
     """The whole module."""
     return _Walk(model, streams, strict).computation(model.module.entry)
+
+
+def loop_records(model: CostModel, streams: Streams) -> Iterator[tuple[str, tuple[CollectiveRecord, ...]]]:
+    """Part and collectives of every loop body of its own, strict."""
+    for body, _ in loop_bodies(model.module, model.module.entry):
+        if records := [r for r in _Walk(model, streams, strict=True).computation(body).collectives if r.name in body.by_name]:
+            yield part_of(body), tuple(records)
 
 
 def steady_tick(model: CostModel, streams: Streams) -> tuple[Span, ...]:
@@ -218,12 +226,16 @@ class _Walk:
         return 0.0 if self.strict and kernel.kind == "memory" else kernel.seconds
 
 
+_OPERATION = re.compile(r"[FRBLEHDPWZTab]\d*\.\w+")
+"""An operation of `parallel/pipeline/operations.py`."""
+
+
 def scope_of(instruction: Instruction) -> str:
     """The innermost named part of the step that an instruction belongs to, such as ``steady/B1.gather``; empty outside."""
     found = instruction.text("op_name") or ""
     words = found.split("/")
     part = next((word for word in words if word in PARTS), "")
-    operation = next((word for word in reversed(words) if len(word) > 2 and word[0] in "FRBLEHDPWZTab" and "." in word), "")
+    operation = next((word for word in reversed(words) if _OPERATION.fullmatch(word)), "close" if "close" in words else "")
     return "/".join(word for word in (part, operation) if word)
 
 
@@ -246,7 +258,7 @@ def part_of(body: Computation) -> str:
 PARTS = ("fill", "warmup", "settle", "steady", "cooldown", "drain")
 """Named parts of a pipelined step, in order."""
 LOOPS = ("warmup", "steady", "cooldown")
-"""Those that are loops over ticks."""
+"""Those that are loops over ticks; messages of the others count in the whole step only."""
 
 
 def _link(cost: Collective) -> str:

@@ -44,7 +44,7 @@ def step_settings(system: SystemConfig) -> tuple[Setting, ...]:
         Setting(
             "xla_gpu_experimental_parallel_collective_overlap_limit",
             2,
-            "a phase has two transfers in flight, one on NVLink and one on the network",
+            "a phase has two transfers in flight, mostly one on NVLink and one on the network",
         ),
         Setting("xla_gpu_experimental_enable_collective_multi_streaming", True, "or both would queue on one communication stream"),
     )
@@ -150,4 +150,4 @@ def refused_flags(flags: Iterable[Setting]) -> set[str]:
 
 def _warn_of(settings: Iterable[Setting]) -> None:
     for setting in settings:
-        warnings.warn(f"this jaxlib does not know {setting.name}, left out; it would have: {setting.reason}", stacklevel=3)
+        warnings.warn(f"the installed jaxlib does not take {setting.name}, left out; what it is for: {setting.reason}", stacklevel=3)

@@ -114,6 +114,15 @@ def _pipeline(experiment: Experiment) -> Iterator[str]:
         yield str(error)
 
 
+def _limits(experiment: Experiment) -> Iterator[str]:
+    limits = experiment.system.limits
+    if limits.execution_s <= limits.first_collective_s:
+        yield (
+            f"system.limits.execution_s {limits.execution_s} would end a first step before system.limits.first_collective_s "
+            f"{limits.first_collective_s} tells which collective waits; set execution_s above {limits.first_collective_s}"
+        )
+
+
 def _node(experiment: Experiment) -> Iterator[str]:
     parallel, per_node = experiment.parallel, experiment.system.devices_per_node
     if per_node is None:
@@ -164,4 +173,4 @@ def _memory(experiment: Experiment) -> Iterator[str]:
         )
 
 
-_RULES = (_heads, _block, _batch, _pipeline, _node, _training, _kernels, _memory)
+_RULES = (_heads, _block, _batch, _pipeline, _limits, _node, _training, _kernels, _memory)

@@ -124,9 +124,11 @@ class LimitsConfig(Section):
     """How long a run on GPUs waits before it gives up, and how NCCL starts."""
 
     execution_s: Positive = Field(
-        default=600, description="longest execution of one step, seconds; a cold first step makes all communicators"
+        default=1800, description="longest execution of one step, seconds; the first one makes all communicators, see first_collective_s"
     )
-    first_collective_s: Positive = Field(default=1200, description="longest wait for all ranks at a first collective, seconds")
+    first_collective_s: Positive = Field(
+        default=600, description="longest wait for all ranks at a first collective, seconds; below execution_s, to be the one that names it"
+    )
     ib_timeout_exponent: Annotated[int, Field(ge=1, le=31)] = Field(
         default=22, description="NCCL_IB_TIMEOUT: a try on the network lasts 4.096 us times 2 to this power (22: 17 s)"
     )

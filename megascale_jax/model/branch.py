@@ -4,9 +4,9 @@ A parallel block is one branch, a serial block two; all have the same form, so b
 from it. Segments are pure functions of this rank's fused weights (`fused_groups`) and know no mesh:
 
     n = norm(x)                      [B, s, D]     this rank's part of the sequence
-    y = gathered(n) @ w_in + b_in    [B, S, F]     a GEMM after a gather: `project_in`
+    y = gathered(n) @ w_in + b_in    [B, S, F]     a GEMM after a gather
     z = middle(y)                    [B, S, G]     attention and nonlinearity
-    o = z @ w_out.T                  [B, S, D]     a GEMM before a reduce-scatter: `project_out`
+    o = z @ w_out.T                  [B, S, D]     a GEMM before a reduce-scatter
     x + dropout(o + biases)          [B, s, D]     `finish`
 
 `apply` runs them in order, to be differentiated by JAX; the methods that end in ``_backward`` are the same derivative
@@ -91,10 +91,6 @@ class Branch:
         scale, bias = (self._vector(weights, f"{self.norm_prefix}norm_{part}") for part in ("scale", "bias"))
         return self.operators.norm(x_BsD, scale, bias, epsilon=self.model.norm_epsilon)
 
-    def project_in(self, weights: Weights, n_BSD: jax.Array) -> jax.Array:
-        """Input GEMM of the gathered norm: ``y``."""
-        return self.add_bias_in(weights, jnp.einsum("bsd,df->bsf", n_BSD, weights[self.w_in]))
-
     def add_bias_in(self, weights: Weights, y_BSF: jax.Array) -> jax.Array:
         """``y`` with the input biases, which are laid in the order of the projections they belong to."""
         if self.b_in is None:
@@ -175,10 +171,6 @@ class Branch:
             results.append(activated)
         dy_BSF = jnp.concatenate([gradients[name] for name in self.groups[self.w_in].members], -1)
         return dy_BSF, jnp.concatenate(results, -1)
-
-    def project_out(self, weights: Weights, z_BSG: jax.Array) -> jax.Array:
-        """Output GEMM: this rank's summand of ``o``."""
-        return jnp.einsum("bsg,dg->bsd", z_BSG, weights[self.w_out])
 
     def finish(self, weights: Weights, x_BsD: jax.Array, o_BsD: jax.Array, key: jax.Array | None) -> jax.Array:
         """``x + dropout(o + biases)``."""

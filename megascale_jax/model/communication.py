@@ -29,10 +29,6 @@ class Communication(Protocol):
         """Multiply by the transpose, add up over the group, keep this rank's part of the sequence: ``[B, s, D]``."""
         ...
 
-    def gathered_outer(self, x_BsD: jax.Array, y_BSF: jax.Array) -> jax.Array:
-        """Gather the sequence of ``x``, then ``x.T @ y`` over all tokens: a weight gradient, fp32 ``[D, F]``."""
-        ...
-
     def gather(self, x_BsD: jax.Array) -> jax.Array:
         """The whole sequence."""
         ...

@@ -34,11 +34,6 @@ def matmul_reduce_scatter(y_BSF: jax.Array, w_DF: jax.Array) -> jax.Array:
     return _scatter(jnp.einsum("bsf,df->bsd", y_BSF, w_DF))
 
 
-def gathered_outer(x_BsD: jax.Array, y_BSF: jax.Array) -> jax.Array:
-    """``x.T @ y`` over all tokens, ``x`` gathered: a weight gradient, fp32 ``[D, F]``."""
-    return jnp.einsum("bsd,bsf->df", _gather(x_BsD), y_BSF, preferred_element_type=jnp.float32)
-
-
 def _all_gather_matmul_forward(x_BsD, w_DF):
     return all_gather_matmul(x_BsD, w_DF), (x_BsD, w_DF)
 
@@ -90,7 +85,6 @@ class TensorParallel:
     all_gather_matmul = staticmethod(all_gather_matmul)
     all_gather_logits = staticmethod(all_gather_logits)
     matmul_reduce_scatter = staticmethod(matmul_reduce_scatter)
-    gathered_outer = staticmethod(gathered_outer)
     gather = staticmethod(_gather)
     reduce_scatter = staticmethod(_scatter)
 

@@ -7,10 +7,12 @@ import sys
 import pytest
 
 from megascale_jax.aot.compile import _end_of, _last_words, check_compile, compile_experiment
+from megascale_jax.aot.cost import CostModel
 from megascale_jax.aot.hlo import parse_module
-from megascale_jax.aot.overlap import LOOPS, loop_bodies
+from megascale_jax.aot.overlap import loop_bodies, loop_records
 from megascale_jax.cli.compile import resolve, target_of
 from megascale_jax.cli.schedule import schedule_of, tick_plans
+from megascale_jax.config.layout import MeshShape
 from megascale_jax.config.load import load_experiment
 from megascale_jax.errors import CompileError, ConfigError, UsageError
 
@@ -56,12 +58,19 @@ def test_small_step_fits(compiled):
 
 
 def test_compiled_schedule_covers_every_message_that_the_plan_covers(compiled):
-    """All loops: what the planner puts beside a GEMM has one between start and done in the program, and is not synchronous."""
-    report, _, experiment = compiled
-    plans = tick_plans(experiment, schedule_of(experiment))
-    bare = {name for plan in plans.values() for name in plan.bare}
-    named = [label for label in (*report.sync_collectives, *report.uncovered_collectives) if label.split("/")[0] in LOOPS]
-    assert [label for label in named if label.split("/")[1].split()[0] not in bare] == []
+    """In every loop body there is no synchronous message, and none without a GEMM, that the plan of such a tick has not bare."""
+    _, folder, experiment = compiled
+    plans = tick_plans(experiment, schedule_of(experiment)).values()
+    rates, mesh = experiment.system.rates, MeshShape.of(experiment.parallel).by_axis
+    model = CostModel(parse_module((folder / "module.hlo").read_text()), rates, mesh)
+    bodies = 0
+    for part, records in loop_records(model, json.loads((folder / "streams.json").read_text())):
+        named = {r.scope.split("/")[-1] for r in records}
+        wrong = {r.scope.split("/")[-1] for r in records if r.is_sync or not r.gemms_beside}
+        own = [plan for plan in plans if {name for phase in plan.phases for name in phase.collectives} == named]
+        assert own and any(wrong <= set(plan.bare) for plan in own), (part, sorted(wrong), [plan.bare for plan in own])
+        bodies += 1
+    assert bodies >= 9
 
 
 def test_no_loop_copies_a_large_array(compiled):

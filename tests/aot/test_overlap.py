@@ -145,3 +145,14 @@ def test_lanes_of_a_tick_show_when_each_transfer_moves():
     found = {span.lane: (span.kind, span.start_s, span.seconds) for span in spans}
     assert found["compute"] == ("gemm", 0.0, pytest.approx(MS, rel=1e-3))
     assert found["tensor"] == ("transfer", 0.0, pytest.approx(MS, rel=1e-3))
+
+
+def test_only_operations_and_closes_name_a_scope():
+    for name, scope in (
+        ("jit(f)/while/body/steady/W0.wout1/bsd,bsg->dg/dot_general", "steady/W0.wout1"),
+        ("jit(f)/while/body/steady/Z1.gather_inb2/all_gather", "steady/Z1.gather_inb2"),
+        ("jit(f)/while/body/steady/close/broadcast.370", "steady/close"),
+        ("jit(f)/broadcast.370/add.b", ""),
+    ):
+        line = f'%k = f32[4]{{0}} copy(%x), metadata={{op_name="{name}"}}'
+        assert scope_of(model_of(program(line)).module.entry.instructions[-1]) == scope

@@ -1,5 +1,6 @@
 """Settings for GPUs: each taken by the installed jaxlib, none forced on what the user has set."""
 
+import jax
 import pytest
 
 from megascale_jax.comm import flags
@@ -15,7 +16,7 @@ from megascale_jax.comm.flags import (
 from megascale_jax.config.schema import LimitsConfig, SystemConfig
 from megascale_jax.train.step import _compiles
 
-CPU, GPU = SystemConfig(platform="cpu", device="CPU"), SystemConfig(platform="gpu", device="H100", limits=LimitsConfig(execution_s=700))
+CPU, GPU = SystemConfig(platform="cpu", device="CPU"), SystemConfig(platform="gpu", device="H100", limits=LimitsConfig(execution_s=1700))
 STRANGE = Setting("xla_gpu_no_such_flag", 1, "to be refused")
 
 
@@ -35,7 +36,7 @@ def test_installed_jaxlib_takes_every_step_option():
 
 def test_unknown_settings_are_left_out_with_their_reason(monkeypatch):
     first = step_settings(GPU)[0].name
-    with pytest.warns(UserWarning, match=f"does not know {first}, left out; it would have: moves starts"):
+    with pytest.warns(UserWarning, match=f"does not take {first}, left out; what it is for: moves starts"):
         assert first not in known_step_options(GPU, lambda options: first not in options)
     monkeypatch.setattr(flags, "refused_flags", lambda flags: {"xla_gpu_execution_terminate_timeout"})
     environment = {}
@@ -55,7 +56,7 @@ def test_what_the_user_has_set_stays(monkeypatch):
 
 
 def test_limits_of_the_system_file_reach_the_flags():
-    assert "--xla_gpu_execution_terminate_timeout=700s" in [flag.as_flag for flag in process_flags(GPU)]
+    assert "--xla_gpu_execution_terminate_timeout=1700s" in [flag.as_flag for flag in process_flags(GPU)]
     assert {variable.name: variable.value for variable in nccl_variables(GPU)}["NCCL_IB_TIMEOUT"] == 22
     assert all(len(setting.reason) > 20 for setting in (*step_settings(GPU), *process_flags(GPU), *nccl_variables(GPU)))
 
@@ -63,3 +64,12 @@ def test_limits_of_the_system_file_reach_the_flags():
 def test_child_that_fails_for_another_reason_refuses_all(monkeypatch):
     monkeypatch.setattr(flags.sys, "executable", "/bin/false")
     assert refused_flags(process_flags(GPU)) == {flag.name for flag in process_flags(GPU)}
+
+
+def test_a_failing_compiler_is_not_taken_for_an_unknown_option(monkeypatch):
+    def broken(*_, **__):
+        raise jax.errors.JaxRuntimeError("INTERNAL: no driver")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", broken)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no driver"):
+        known_step_options(GPU, _compiles)

@@ -51,6 +51,7 @@ def test_cache_folder_follows_the_variable(tmp_path):
 
 def test_missing_gpu_is_said_with_the_remedy(monkeypatch):
     monkeypatch.setattr(init.jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(init, "prepare_process", lambda system: ())
     with pytest.raises(UsageError, match=r"platform is gpu, but there are only cpu devices here.*system=cpu"):
         init.start(GPU, 1, Processes())
 

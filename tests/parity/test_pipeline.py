@@ -120,11 +120,11 @@ def test_ring_products_equal_the_reference(shape, remat, kind):
     check(kind, shape, config)
 
 
-def test_halved_weight_gradients_and_a_light_head_equal_the_reference(monkeypatch):
-    """As large models have them: late weight gradients in two parts, the head's GEMMs outside the phases."""
+@pytest.mark.parametrize(("kind", "shape"), [("tied", (2, 2, 2, 4, 1)), ("gqa", (2, 2, 2, 2, 2))], ids=case_id)
+def test_halved_weight_gradients_and_a_light_head_equal_the_reference(monkeypatch, kind, shape):
+    """As large models have them: weight gradients in two parts, pieces that ride on them, the head's GEMMs outside the phases."""
     monkeypatch.setattr(shapes, "COVERING_FLOPS", 0)
     monkeypatch.setattr(shapes, "LIGHT", float("inf"))
-    kind, shape = "tied", (2, 1, 4, 1, 2)
     config = configured(kind, shape)
     executor = plan_of(config).executor
     assert isinstance(executor, Pipeline) and executor.shape.halved and executor.light

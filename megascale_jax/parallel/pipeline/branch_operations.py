@@ -65,9 +65,7 @@ class BranchOperations(TickState):
         """Input GEMM."""
         branch = self._branch(number)
         weights = self._layer(place, number, branch.w_in, *([branch.b_in] if branch.b_in else []))
-        if self.chunks.ring:
-            return branch.add_bias_in(weights, self.communication.all_gather_matmul(n_BSD, weights[branch.w_in]))
-        return branch.project_in(weights, n_BSD)
+        return branch.add_bias_in(weights, self.products.all_gather_matmul(n_BSD, weights[branch.w_in]))
 
     def middle(self, place: Place, number: int, y_BSF: jax.Array) -> tuple[jax.Array, Any]:
         """Attention and nonlinearity."""
@@ -75,10 +73,8 @@ class BranchOperations(TickState):
 
     def project_out(self, place: Place, number: int, z_BSG: jax.Array) -> jax.Array:
         """Output GEMM."""
-        weights = self._layer(place, number, self._branch(number).w_out)
-        if self.chunks.ring:
-            return self.communication.matmul_reduce_scatter(z_BSG, weights[self._branch(number).w_out])
-        return self._branch(number).project_out(weights, z_BSG)
+        name = self._branch(number).w_out
+        return self.products.matmul_reduce_scatter(z_BSG, self._layer(place, number, name)[name])
 
     def finish(self, place: Place, number: int, x_BsD: jax.Array, o_BsD: jax.Array) -> jax.Array:
         """Residual add."""
@@ -104,7 +100,7 @@ class BranchOperations(TickState):
         slot, _ = jax.lax.optimization_barrier((place.slot, gradient))
         kept = jax.tree.map(lambda s: take(s, slot), self.stash[number])
         self.loaded[number] = (kept["x"],)
-        if self.chunks.recomputes:
+        if self.chunks.shape.recompute:
             return kept["x"]
         saved = kept["saved"] if "saved" in kept else self.middle(place, number, kept["y"])[1]
         return kept["x"], kept["y"], saved
@@ -121,10 +117,8 @@ class BranchOperations(TickState):
 
     def input_gradient_out(self, place: Place, number: int, g_BSD: jax.Array) -> jax.Array:
         """Data gradient of the output GEMM."""
-        w_DG = self._layer(place, number, self._branch(number).w_out)[self._branch(number).w_out]
-        if self.chunks.ring:
-            return self.communication.all_gather_matmul(g_BSD, w_DG)
-        return jnp.einsum("bsd,dg->bsg", g_BSD, w_DG)
+        name = self._branch(number).w_out
+        return self.products.all_gather_matmul(g_BSD, self._layer(place, number, name)[name])
 
     def middle_backward(self, place: Place, number: int, dz_BSG: jax.Array, y_BSF: jax.Array, saved: Any) -> tuple[jax.Array, jax.Array]:
         """Back through attention and nonlinearity; the input biases take their gradient."""
@@ -137,10 +131,8 @@ class BranchOperations(TickState):
 
     def input_gradient_in(self, place: Place, number: int, dy_BSF: jax.Array) -> jax.Array:
         """Data gradient of the input GEMM."""
-        w_DF = self._layer(place, number, self._branch(number).w_in)[self._branch(number).w_in]
-        if self.chunks.ring:
-            return self.communication.matmul_reduce_scatter(dy_BSF, w_DF)
-        return jnp.einsum("bsf,df->bsd", dy_BSF, w_DF)
+        name = self._branch(number).w_in
+        return self.products.matmul_reduce_scatter(dy_BSF, self._layer(place, number, name)[name])
 
     def keep(self, place: Place, number: int, *values: jax.Array) -> None:
         """Put the operands of a branch's weight gradients (`operations.KEPT`) where they wait for their tick."""
@@ -160,16 +152,11 @@ class BranchOperations(TickState):
     def weight_out(self, place: Place, number: int, g_BSD: jax.Array, z_BSG: jax.Array, half: int | None = None) -> jax.Array:
         """The window's sum of gradients of the output matrix with this unit's added, or half of its columns."""
         # sum and product in one GEMM: the sum lies in one place for all ticks of a window
-        return self.sums[number]["out"][half or 0] + self._outer(g_BSD, z_BSG)
+        return self.sums[number]["out"][half or 0] + self.products.gathered_outer(g_BSD, z_BSG)
 
     def weight_in(self, place: Place, number: int, n_BSD: jax.Array, dy_BSF: jax.Array, half: int | None = None) -> jax.Array:
         """The same of the input matrix."""
-        return self.sums[number]["in"][half or 0] + self._outer(n_BSD, dy_BSF)
-
-    def _outer(self, x_BSD: jax.Array, y_BSF: jax.Array) -> jax.Array:
-        if self.chunks.ring:
-            return self.communication.gathered_outer(x_BSD, y_BSF)
-        return jnp.einsum("bsd,bsf->df", x_BSD, y_BSF, preferred_element_type=jnp.float32)
+        return self.sums[number]["in"][half or 0] + self.products.gathered_outer(n_BSD, dy_BSF)
 
     def finish_backward(self, place: Place, number: int, g_BsD: jax.Array, x_BsD: jax.Array, dn_BsD: jax.Array) -> jax.Array:
         """Back through the norm and the residual add."""

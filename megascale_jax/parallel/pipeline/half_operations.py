@@ -18,7 +18,7 @@ class HalfOperations(BranchOperations):
 
     def half_project_in(self, place: Place, number: int, n_BSD: jax.Array, half: int) -> jax.Array:
         """Columns of the input GEMM, without biases."""
-        return jnp.einsum("bsd,df->bsf", n_BSD, self._looked_up(place, number, self._branch(number).w_in)[half])
+        return self.products.all_gather_matmul(n_BSD, self._looked_up(place, number, self._branch(number).w_in)[half])
 
     def half_join(self, place: Place, number: int, *columns: jax.Array) -> jax.Array:
         """All columns of ``y``, with biases."""
@@ -28,7 +28,7 @@ class HalfOperations(BranchOperations):
     def half_project_out(self, place: Place, number: int, z_BSG: jax.Array) -> jax.Array:
         """Output GEMM."""
         name = self._branch(number).w_out
-        return self._branch(number).project_out({name: self._looked_up(place, number, name)[0]}, z_BSG)
+        return self.products.matmul_reduce_scatter(z_BSG, self._looked_up(place, number, name)[0])
 
     def first_middle(self, place: Place, number: int, y_BSF: jax.Array) -> jax.Array:
         """Attention and nonlinearity of the first half, which sees no token of the second."""

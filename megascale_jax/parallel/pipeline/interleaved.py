@@ -6,6 +6,7 @@ tick both reads and writes the large arrays, and XLA copies none of them.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -24,7 +25,6 @@ from megascale_jax.parallel.pipeline.executor import fold_rank, zero_gradients
 from megascale_jax.parallel.pipeline.loops import Loop, Run, forward_loops, training_loops
 from megascale_jax.parallel.pipeline.operations import LATE, fill_operations, settle_operations, tick_operations
 from megascale_jax.parallel.pipeline.phases import TickPlan, plan_phases, plan_tick
-from megascale_jax.parallel.pipeline.pieces import zero_pieces
 from megascale_jax.parallel.pipeline.schedule import Schedule, TickKind
 from megascale_jax.parallel.pipeline.shape import TickShape, light_operations, tick_shape
 from megascale_jax.parallel.pipeline.table import keep_slots, schedule_table
@@ -44,13 +44,14 @@ class Pipeline:
     def __init__(self, transformer: Transformer, layout: Layout, parallel: ParallelConfig, zero: ZeroSharding):
         self.transformer, self.layout, self.remat, self.zero = transformer, layout, parallel.remat, zero
         self.delay: Literal[0, 1] = parallel.backward_delay
+        self.axis_sizes = layout.mesh.by_axis
+        self.shape = tick_shape(transformer.model, parallel, layout)
+        ways = layout.mesh.tensor if self.shape.split else 1
         self.branches = tuple(
             branch
             for window in layout.chunk_windows
-            for branch in branches_of(transformer.model, transformer.columns, transformer.operators, window, layout.mesh.tensor)
+            for branch in branches_of(transformer.model, transformer.columns, transformer.operators, window, ways)
         )
-        self.axis_sizes = layout.mesh.by_axis
-        self.shape = tick_shape(transformer.model, parallel, layout)
         self.light = light_operations(transformer.model, layout)
         self.plan = cache(self._plan)
 
@@ -65,12 +66,12 @@ class Pipeline:
     def loss(self, params: Shards, batch: Batch) -> jax.Array:
         """See `Executor`; a forward pass in ``m v + p - 1`` ticks, all weights gathered before."""
         schedule, batch = self.schedule(batch["tokens"].shape[0], 0), self._stored(batch)
-        shape = TickShape(len(self.branches), recompute=False, backward_delay=0, turns=False, ring=self.shape.ring)
-        chunks, weights = self._chunks(recomputes=False), self.zero.gather(params)
+        shape = replace(self.shape, recompute=False, backward_delay=0, turns=False, split=False)
+        chunks, weights = self._chunks(shape), self.zero.gather(params)
 
         def plan(kind: TickKind) -> TickPlan:
             operations = [o for o in tick_operations(kind, shape) if o.verb != "store"]
-            return plan_phases(operations, self.axis_sizes, self.light)
+            return plan_phases(operations, self.axis_sizes)
 
         constants = Constants(weights, batch, None, jnp.float32(1))
         held = {"stash": {}, "kept": {}, "sums": {}, "arriving": {}, "gradients": {}, "loss": jnp.float32(0), "now": {}}
@@ -91,8 +92,8 @@ class Pipeline:
     def loss_and_gradients(self, params: Shards, batch: Batch, scale: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, Shards]:
         """See `Executor`."""
         schedule, batch = self.schedule(batch["tokens"].shape[0]), self._stored(batch)
-        chunks = self._chunks(recomputes=self.remat == "full")
-        windows = Windows(self.zero, chunks, self.shape)
+        chunks = self._chunks(self.shape)
+        windows = Windows(self.zero, chunks)
         rows, shards, small = _stage_rows(schedule), self.zero.shards(params), self.zero.gather_small(params)
         with jax.named_scope("fill"):
             state = windows.start(shards)
@@ -118,7 +119,7 @@ class Pipeline:
             make = partial(Tick, chunks, constants(state))
             carry, moved = self._ticks(self.plan(run.kind), run.kind, make, carry, rows)
             if run.closes:
-                with jax.named_scope("close"):
+                with jax.named_scope(f"{run.kind.part}/close"):
                     carry["held"], state = windows.close(run.kind, make(rows[-1], carry["held"]), state, moved)
             return carry, state
 
@@ -141,11 +142,9 @@ class Pipeline:
             gradients = self.zero.scatter_small(self._without_pads(carry["held"]["gradients"]))
         return carry["held"]["loss"], gradients | matrices
 
-    def _chunks(self, *, recomputes: bool) -> Chunks:
+    def _chunks(self, shape: TickShape) -> Chunks:
         per_layer = len(self.branches) // self.layout.layers_per_chunk
-        return Chunks(
-            self.transformer, self.branches, per_layer, self.layout.mesh.pipe, recomputes, zero_pieces(self.shape), self.shape.ring
-        )
+        return Chunks(self.transformer, self.branches, per_layer, self.layout.mesh.pipe, shape)
 
     def _stored(self, batch: Batch) -> Batch:
         """The batch with its tokens in the order in which branches store them."""

@@ -1,14 +1,15 @@
 """The order of a tick: phases that pair compute with communication, planned from its operations. No JAX.
 
-A *phase* is at most one compute and at most one collective per link, which run at the same time, and copies of weights that
-belong to one of them; the executor puts a barrier on both sides, so this list is the order on the device and the reader's overlap plan.
+A *phase* is at most one compute and at most one collective per mesh axis, which run at the same time, and copies of weights that
+belong to one of them; the engine puts a barrier on both sides, so this list is the order on the device and the reader's overlap plan.
 
 The rule: walk forward in phases. Of what is ready (all it reads comes from earlier phases, with glue in between), take the
 compute with the longest chain of work behind it, and per mesh axis the collective with the longest chain behind it, `IN_FLIGHT`
 in all; equal chains go by the order of the table. Where no compute is ready, a collective that makes one ready goes first.
 Weight gradients have nothing behind them, so they fill the phases in which a chain waits for a message. What goes beside
 another operation (a ZeRO-2 piece, a copy of weights) shares its phase. What covers nothing is glue: a *light* compute (the
-head, where the vocabulary is split many ways), and a collective over an axis of size 1, which has no link. Another model
+head, where the vocabulary is split many ways, as long as there are weight gradients to cover messages instead), and a collective
+over an axis of size 1, which has no link. Another model
 (serial blocks, no tensor axis, full recomputation) is another table, not another planner.
 """
 
@@ -108,7 +109,7 @@ def plan_phases(operations: Iterable[Operation], axis_sizes: Mapping[str, int], 
 
 
 def validate_phases(plan: TickPlan) -> None:
-    """Prove a plan, whoever made it: every operation once, nothing before what it reads, one collective per link.
+    """Prove a plan, whoever made it: every operation once, nothing before what it reads, one collective per mesh axis.
 
     Raises AssertionError with the first fault.
     """
@@ -121,7 +122,7 @@ def validate_phases(plan: TickPlan) -> None:
     available |= _glued(plan.operations, available)
     for phase in plan.phases:
         links = [axis for name in phase.collectives for axis in plan.by_name[name].axes]
-        assert len(set(links)) == len(links), f"two collectives on one link in {phase}"
+        assert len(set(links)) == len(links), f"two collectives on one axis in {phase}"
         for name in phase.names:
             beside = plan.by_name[name].beside
             assert beside in (None, *phase.names), f"{name} goes with {beside}, not with {phase}"

@@ -66,11 +66,11 @@ class Tick(HalfOperations, VocabularyOperations, ZeroOperations):
 
     def branch_gather(self, x_BsD: jax.Array) -> jax.Array:
         """`gather`, where the product that follows does not do it."""
-        return x_BsD if self.chunks.ring else self.gather(x_BsD)
+        return x_BsD if self.chunks.shape.ring else self.gather(x_BsD)
 
     def branch_scatter(self, x: jax.Array) -> jax.Array:
         """`scatter`, where the product before has not done it."""
-        return x if self.chunks.ring else self.scatter(x)
+        return x if self.chunks.shape.ring else self.scatter(x)
 
     def sum_over_stages(self, x: jax.Array) -> jax.Array:
         """Sum over the stages: also how one stage's value, the others giving zero, reaches all."""

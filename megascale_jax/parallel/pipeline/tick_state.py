@@ -1,7 +1,8 @@
 """What a tick knows and holds while it is traced: its row of the schedule, weights, batch; stash, gradients, loss.
 
-Operations of a tick are methods on top of it, in four files: one branch (`branch_operations.py`), the vocabulary
-(`vocabulary_operations.py`), ZeRO-2 (`zero_operations.py`), and what connects stages and ticks (`tick.py`).
+Operations of a tick are methods on top of it, in five files: one branch (`branch_operations.py`), a branch in halves of the
+sequence (`half_operations.py`), the vocabulary (`vocabulary_operations.py`), ZeRO-2 (`zero_operations.py`), and what connects
+stages and ticks (`tick.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,9 +15,12 @@ import jax.numpy as jnp
 
 from megascale_jax import axes
 from megascale_jax.model.branch import Branch
+from megascale_jax.model.communication import OneDevice
 from megascale_jax.model.transformer import Transformer
-from megascale_jax.parallel.pipeline.pieces import Piece
+from megascale_jax.parallel.pipeline.pieces import Piece, zero_pieces
+from megascale_jax.parallel.pipeline.shape import TickShape
 from megascale_jax.parallel.pipeline.table import COLUMNS
+from megascale_jax.parallel.ring import RingTensorParallel
 
 Batch = Mapping[str, jax.Array]
 """``tokens``, ``targets``, ``segment_ids``, ``positions``: int32 ``[m, B, S]``."""
@@ -24,16 +28,18 @@ Batch = Mapping[str, jax.Array]
 
 @dataclass(frozen=True)
 class Chunks:
-    """The static part of a pipeline: the chunk's branches, the stages, what is recomputed, which ZeRO-2 pieces move in a tick,
-    whether products do their own communication."""
+    """The static part of a pipeline: the chunk's branches, the number of stages, the shape of a tick."""
 
     transformer: Transformer
     branches: tuple[Branch, ...]
     branches_per_layer: int
     stages: int
-    recomputes: bool
-    pieces: Mapping[str, Piece] = field(default_factory=dict)
-    ring: bool = False
+    shape: TickShape
+
+    @cached_property
+    def pieces(self) -> Mapping[str, Piece]:
+        """ZeRO-2 pieces that move in a tick, by the name of their operation."""
+        return zero_pieces(self.shape)
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,8 @@ class TickState:
         # scalars behind a barrier: XLA updates a slice in place only where reader and writer share the very same index
         self.columns = jax.lax.optimization_barrier(tuple(row[index] for index in range(len(COLUMNS))))
         self.model, self.communication = chunks.transformer.model, chunks.transformer.communication
+        # without rings, gathers and scatters are operations of their own, and products those of one device
+        self.products = self.communication if isinstance(self.communication, RingTensorParallel) else OneDevice()
         self.stage = jax.lax.axis_index(axes.PIPE)
         self.stash, self.kept, self.sums, self.arriving = (held[name] for name in ("stash", "kept", "sums", "arriving"))
         self.loaded: dict[int, tuple[jax.Array, ...]] = {}

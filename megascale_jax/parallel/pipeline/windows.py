@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from megascale_jax.parallel.pipeline.schedule import TickKind
-from megascale_jax.parallel.pipeline.shape import TickShape
 from megascale_jax.parallel.pipeline.tick import Tick
 from megascale_jax.parallel.pipeline.tick_state import Chunks, add_at, put
 from megascale_jax.parallel.pipeline.zero_operations import joined
@@ -32,11 +31,10 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Windows:
-    """What windows do for ticks of a shape."""
+    """What happens at the ends of windows."""
 
     zero: ZeroSharding
     chunks: Chunks
-    shape: TickShape
 
     def width(self, group: str) -> int:
         """This rank's columns of a matrix."""
@@ -46,7 +44,7 @@ class Windows:
         """Columns of the parts in which a matrix's gradient is computed."""
         branch = self.chunks.branches[number]
         width = self.width(branch.w_in if matrix == "in" else branch.w_out)
-        return (width,) if len(self.shape.halves(number, matrix)) == 1 else (width // 2, width - width // 2)
+        return (width,) if len(self.chunks.shape.halves(number, matrix)) == 1 else (width // 2, width - width // 2)
 
     def start(self, shards: Shards) -> State:
         """Chunk 0's weights gathered, all else empty."""
@@ -87,7 +85,7 @@ class Windows:
             arrived = {group: value.reshape(value.shape[0], self._rows, -1) for group, value in held["arriving"].items()}
             weights = {group: put(stack, arrived[group], columns("gather_chunk")) for group, stack in state.weights.items()}
             state = state._replace(weights=weights)
-            if not self.shape.in_halves(kind):
+            if not self.chunks.shape.in_halves(kind):
                 held["now"] = held["now"] | {"forward": self._turned(tick, weights)}
         if kind.scatter:
             left = {group: put(stack, self._joined(group, moved), columns("scatter_chunk")) for group, stack in state.left.items()}
@@ -108,8 +106,7 @@ class Windows:
     def _turned(self, tick: Tick, weights: Shards) -> Any:
         """What the forward slot holds after a window whose chunk is the next that it needs."""
         tick.weights = {**tick.weights, "layers": tick.weights["layers"] | weights}
-        with jax.named_scope("P.turn_forward"):
-            return tick.turn("forward", tick.column("close_turns"), tick.column("next_chunk"))
+        return tick.turn("forward", tick.column("close_turns"), tick.column("next_chunk"))
 
     @property
     def _counts(self) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""Operations of ZeRO-2 in a tick: slot Z. Pieces of `operations.zero_pieces` travel over ``data`` beside the GEMMs of other slots."""
+"""Operations of ZeRO-2 in a tick: slot Z. Pieces of `pieces.zero_pieces` travel over ``data`` beside the GEMMs of other slots."""
 
 from collections.abc import Sequence
 

@@ -31,15 +31,21 @@ def planned(kind, branches=2, recompute=False, delay=1, sizes=SIZES, halved=Fals
     return plan
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.integers(1, 6), st.booleans(), st.sampled_from([0, 1]), st.sampled_from([1, 4]), st.sampled_from([1, 4]), st.integers(1, 3))
-def test_every_tick_of_every_schedule_has_a_valid_plan(branches, recompute, delay, pipe, tensor, groups):
-    schedule = Schedule(pipe, 2, pipe * groups, delay)
-    for loop in training_loops(schedule):
+SHAPES = st.tuples(st.integers(1, 6), st.booleans(), st.booleans(), st.sampled_from(["", "split", "ring"]))
+"""Branches, recompute, halved, and how the tensor axis is hidden."""
+
+
+@settings(deadline=None, max_examples=80)
+@given(SHAPES, st.sampled_from([0, 1]), st.sampled_from([1, 4]), st.sampled_from([1, 4]), st.integers(1, 3))
+def test_every_tick_of_every_schedule_has_a_valid_plan(shape, delay, pipe, tensor, groups):
+    branches, recompute, halved, overlap = shape
+    ways = {"halved": all_of(branches) if halved else frozenset(), "split": overlap == "split" and delay == 1, "ring": overlap == "ring"}
+    tick = TickShape(branches, recompute, delay, **ways)
+    sizes = {"pipe": pipe, "data": 2, "tensor": tensor}
+    for loop in training_loops(Schedule(pipe, 2, pipe * groups, delay)):
         for run in loop.runs:
-            planned(run.kind, branches, recompute, delay, {"pipe": pipe, "data": 1, "tensor": tensor})
-    for split in (False, True):
-        validate_phases(plan_phases(fill_operations(TickShape(branches, recompute, delay, split=split)), SIZES))
+            validate_phases(plan_tick(run.kind, tick, sizes, HEAD_GEMMS))
+    validate_phases(plan_phases(fill_operations(tick), SIZES))
     validate_phases(plan_phases(settle_operations(), SIZES))
 
 
