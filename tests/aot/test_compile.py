@@ -32,8 +32,8 @@ SMALL = [
     "parallel.micro_batch_size=1",
     "train.global_batch_size=16",
 ]
-PEAK_MIB = {1: 700, 8: 700}
-"""Recorded peak by nodes, with some air: a plan that needs more has lost a buffer's reuse."""
+PEAK_MIB = {1: 531, 8: 452}
+"""Recorded peak by nodes, with 3 % of air: a plan that needs more has lost a buffer's reuse."""
 
 
 @pytest.fixture(scope="module", params=sorted(PEAK_MIB), ids=lambda nodes: f"{8 * nodes}-gpus")
@@ -70,7 +70,7 @@ def test_compiled_schedule_covers_every_message_that_the_plan_covers(compiled):
         own = [plan for plan in plans if {name for phase in plan.phases for name in phase.collectives} == named]
         assert own and any(wrong <= set(plan.bare) for plan in own), (part, sorted(wrong), [plan.bare for plan in own])
         bodies += 1
-    assert bodies >= 9
+    assert bodies >= 7
 
 
 def test_no_loop_copies_a_large_array(compiled):

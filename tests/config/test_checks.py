@@ -57,6 +57,10 @@ def problems(**values: Any) -> str:
         ),
         ({"parallel__virtual_stages": 2}, "parallel.virtual_stages 2 needs parallel.pipe > 1"),
         ({"parallel__layers": [4]}, "parallel.layers needs parallel.pipe > 1"),
+        (
+            {"system__limits__execution_s": 500},
+            "system.limits.execution_s 500 would end a first step before system.limits.first_collective_s 600 tells which collective waits",
+        ),
         ({"parallel__remat": "selective"}, "parallel.remat selective needs parallel.pipe > 1"),
         (
             {"parallel__pipe": 2, "parallel__virtual_stages": 3},
