@@ -18,14 +18,14 @@ class ZeroOperations(TickState):
         """A piece of the chunk that arrives, ``[n, length]``."""
         piece, group, depth = self._piece(name)
         shard = self.constants.shards[group]
-        start, length = _range(piece, part, self.chunks.stages, shard.shape[-1])
+        start, length = piece_range(piece, part, self.chunks.stages, shard.shape[-1])
         origin = (self.column("gather_chunk"), jnp.int32(depth), start)
         return ZeroSharding.gather_flat(jax.lax.dynamic_slice(shard, origin, (1, 1, length), allow_negative_indices=False)[0, 0])
 
     def put_piece(self, name: str, piece_nl: jax.Array) -> None:
         """Put it in its place."""
         piece, group, depth = self._piece(name.replace("put", "gather"))
-        start, _ = _range(piece, self.column("gather_part"), self.chunks.stages, self.arriving[group].shape[-1])
+        start, _ = piece_range(piece, self.column("gather_part"), self.chunks.stages, self.arriving[group].shape[-1])
         origin = (jnp.int32(depth), jnp.int32(0), start)
         arrived = jax.lax.dynamic_update_slice(self.arriving[group], piece_nl[None], origin, allow_negative_indices=False)
         self.arriving = self.arriving | {group: arrived}
@@ -34,7 +34,7 @@ class ZeroOperations(TickState):
         """This rank's sum of a piece of the gradients that leave, ``[length]``."""
         piece, group, depth = self._piece(name)
         total = self.constants.totals[group]
-        start, length = _range(piece, part, self.chunks.stages, total.shape[-1])
+        start, length = piece_range(piece, part, self.chunks.stages, total.shape[-1])
         origin, sizes = (self.column("scatter_chunk"), jnp.int32(depth), jnp.int32(0), start), (1, 1, total.shape[2], length)
         return ZeroSharding.scatter_flat(jax.lax.dynamic_slice(total, origin, sizes, allow_negative_indices=False)[0, 0])
 
@@ -62,7 +62,7 @@ def _unit(piece: Piece, parts: int, size: int) -> int:
     return -(-size // (parts * piece.units))
 
 
-def _range(piece: Piece, part: jax.Array, parts: int, size: int) -> tuple[jax.Array, int]:
+def piece_range(piece: Piece, part: jax.Array, parts: int, size: int) -> tuple[jax.Array, int]:
     """Start and length of a piece in a matrix's ``L`` elements."""
     unit = _unit(piece, parts, size)
     length = min((piece.last - piece.first) * unit, size)
