@@ -60,11 +60,8 @@ def assert_gradients_equal(plan, gradients, expected):
         assert np.square(whole).sum() == pytest.approx(np.square(kept).sum()), f"{name}: a pad has a gradient"
 
 
-@pytest.mark.parametrize("tensor", [2, 4, 8])
-def test_ring_products_equal_float64_reference(tensor):
-    """Two ranks have one hop, four and eight have two ways of different lengths."""
-    kind = "parallel-swiglu-rotary-gqa"
-    config = experiment(8 // tensor, tensor, parallel={"tensor_overlap": "ring", "data": 8 // tensor}, **MODELS[kind])
+def check(kind, config):
+    """Loss and every gradient of a plan against the reference of its kind."""
     plan = plan_of(config)
     steps = make_steps(config, plan)
     params = perturbed(plan, initial_state(plan, steps.optimizer, 0).params)
@@ -72,19 +69,19 @@ def test_ring_products_equal_float64_reference(tensor):
     expected_loss, expected = reference(kind)
     assert abs(float(loss) - expected_loss) < FP32_TOLERANCE * expected_loss
     assert_gradients_equal(plan, gradients, expected)
+
+
+@pytest.mark.parametrize("tensor", [2, 4, 8])
+def test_ring_products_equal_float64_reference(tensor):
+    """Two ranks have one hop, four and eight have two ways of different lengths."""
+    kind = "parallel-swiglu-rotary-gqa"
+    check(kind, experiment(8 // tensor, tensor, parallel={"tensor_overlap": "ring"}, **MODELS[kind]))
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda m: f"data{m[0]}-tensor{m[1]}")
 @pytest.mark.parametrize("kind", MODELS)
 def test_loss_and_gradients_equal_float64_reference(kind, mesh):
-    config = experiment(*mesh, **MODELS[kind])
-    plan = plan_of(config)
-    steps = make_steps(config, plan)
-    params = perturbed(plan, initial_state(plan, steps.optimizer, 0).params)
-    loss, gradients = steps.gradients(params, place_batch(plan, random_batch(config)))
-    expected_loss, expected = reference(kind)
-    assert abs(float(loss) - expected_loss) < FP32_TOLERANCE * expected_loss
-    assert_gradients_equal(plan, gradients, expected)
+    check(kind, experiment(*mesh, **MODELS[kind]))
 
 
 def test_bfloat16_compute_stays_within_its_precision():
