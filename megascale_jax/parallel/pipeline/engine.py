@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from megascale_jax.parallel.pipeline.operations import Operation
+from megascale_jax.parallel.pipeline.operation import Operation
 from megascale_jax.parallel.pipeline.phases import TickPlan
 
 Execute = Callable[[Operation, tuple[Any, ...]], tuple[Any, ...]]

@@ -31,45 +31,13 @@ message that follows the turn, so the copy goes between the start and the end of
 then delays a message that the receiver, copying itself, is not ready for. Anywhere else the delays of all stages would add up.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 from megascale_jax import axes
+from megascale_jax.parallel.pipeline.operation import Operation, collective, compute, glue
 from megascale_jax.parallel.pipeline.pieces import Piece, zero_pieces
 from megascale_jax.parallel.pipeline.schedule import TickKind
 from megascale_jax.parallel.pipeline.shape import TickShape
-
-OperationKind = Literal["compute", "collective", "copy", "glue"]
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One step of a tick; ``axes`` are the mesh axes of a collective, ``beside`` what it shares a phase with, if that is fixed."""
-
-    name: str
-    kind: OperationKind
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
-    axes: tuple[str, ...] = ()
-    beside: str | None = None
-
-    @property
-    def slot(self) -> str:
-        """Letter of the slot."""
-        return self.name[0]
-
-    @property
-    def branch(self) -> int | None:
-        """Number of the branch; ``None`` where there is none."""
-        number = self.name[1:].split(".")[0]
-        return int(number) if number else None
-
-    @property
-    def verb(self) -> str:
-        """What it does."""
-        return self.name.split(".")[1]
-
 
 LATE = ("g", "x", "dN")
 """What a backward pass leaves to the next tick, as ``late.<value>``."""
@@ -83,9 +51,9 @@ def tick_operations(kind: TickKind, shape: TickShape) -> tuple[Operation, ...]:
     """All operations of one tick."""
     result: list[Operation] = []
     if shape.in_halves(kind):
-        result += [*_tail(), *_forward_in_halves(shape), *_next_half(f"a{shape.branches}.x", embed=kind.embed)]
+        result += [*_tail(), *_forward_in_halves(shape), *_next_input(f"a{shape.branches}.x", embed=kind.embed, half="a")]
         if kind.head:
-            result.append(_glue("T.join", ["last.y_a", "T.y"], "last.y"))
+            result.append(glue("T.join", ["last.y_a", "T.y"], "last.y"))
     elif kind.forward:
         result += _forward("F", shape.branches, gather_first=False, finish_last=True)
         result += _stores(shape)
@@ -97,11 +65,11 @@ def tick_operations(kind: TickKind, shape: TickShape) -> tuple[Operation, ...]:
         result += [*_head(source), *(_HEAD_BACKWARD if kind.backward else ())]
     if kind.backward:
         result += [*_LATE, *(_EMBED_BACKWARD if kind.embed_backward else ())]
-        result.append(_collective("P.send_g", axes.PIPE, "L0.g", "P.g"))
+        result.append(collective("P.send_g", axes.PIPE, "L0.g", "P.g"))
         result += _turn("backward", "P.send_g")
-        result.append(_glue("P.gradient", ["P.g", *(["H.g"] if kind.head else [])], f"B{shape.branches}.g"))
+        result.append(glue("P.gradient", ["P.g", *(["H.g"] if kind.head else [])], f"B{shape.branches}.g"))
         if shape.recompute:
-            result.append(_glue("R0.load", [f"B{shape.branches}.g"], "R0.x"))
+            result.append(glue("R0.load", [f"B{shape.branches}.g"], "R0.x"))
             result += _forward("R", shape.branches, gather_first=True, finish_last=False)
         result += _backward(shape.branches, "R" if shape.recompute else "B")
     if kind.weight_gradients:
@@ -121,7 +89,7 @@ def _in_product(operation: Operation) -> Operation:
 
 def fill_operations(shape: TickShape) -> tuple[Operation, ...]:
     """Before the first tick: the first micro-batch's embedding becomes the first input."""
-    operations = (*_EMBED, *(_next_half(None, embed=True) if shape.split else _next_input(None, embed=True)))
+    operations = (*_EMBED, *_next_input(None, embed=True, half="a" if shape.split else ""))
     return tuple(_in_product(o) if shape.ring else o for o in operations)
 
 
@@ -129,22 +97,10 @@ def settle_operations() -> tuple[Operation, ...]:
     """From the last tick in halves to the first whole one: both halves of its input are there, and gathered together."""
     return (
         *_tail(),
-        _glue("T.join", ["last.y_a", "T.y"], "last.y"),
-        _glue("P.settle", ["a0.x", "b0.x"], "F0.x", "F0.n"),
-        _collective("P.gather", axes.TENSOR, "F0.n", "F0.N"),
+        glue("T.join", ["last.y_a", "T.y"], "last.y"),
+        glue("P.settle", ["a0.x", "b0.x"], "F0.x", "F0.n"),
+        collective("P.gather", axes.TENSOR, "F0.n", "F0.N"),
     )
-
-
-def _compute(name: str, reads: Iterable[str], *writes: str) -> Operation:
-    return Operation(name, "compute", tuple(reads), writes)
-
-
-def _collective(name: str, axis: str, reads: str, writes: str) -> Operation:
-    return Operation(name, "collective", (reads,), (writes,), (axis,))
-
-
-def _glue(name: str, reads: Iterable[str], *writes: str) -> Operation:
-    return Operation(name, "glue", tuple(reads), writes)
 
 
 def _forward(slot: str, branches: int, *, gather_first: bool, finish_last: bool) -> list[Operation]:
@@ -153,16 +109,16 @@ def _forward(slot: str, branches: int, *, gather_first: bool, finish_last: bool)
     for k in range(branches):
         at = f"{slot}{k}"
         if k or gather_first:
-            result += [_glue(f"{at}.norm", [f"{at}.x"], f"{at}.n"), _collective(f"{at}.gather", axes.TENSOR, f"{at}.n", f"{at}.N")]
+            result += [glue(f"{at}.norm", [f"{at}.x"], f"{at}.n"), collective(f"{at}.gather", axes.TENSOR, f"{at}.n", f"{at}.N")]
         result += [
-            _compute(f"{at}.in", [f"{at}.N"], f"{at}.y"),
-            _glue(f"{at}.middle", [f"{at}.y"], f"{at}.z", f"{at}.saved"),
+            compute(f"{at}.in", [f"{at}.N"], f"{at}.y"),
+            glue(f"{at}.middle", [f"{at}.y"], f"{at}.z", f"{at}.saved"),
         ]
         if k + 1 < branches or finish_last:
             result += [
-                _compute(f"{at}.out", [f"{at}.z"], f"{at}.o"),
-                _collective(f"{at}.scatter", axes.TENSOR, f"{at}.o", f"{at}.os"),
-                _glue(f"{at}.finish", [f"{at}.x", f"{at}.os"], f"{slot}{k + 1}.x"),
+                compute(f"{at}.out", [f"{at}.z"], f"{at}.o"),
+                collective(f"{at}.scatter", axes.TENSOR, f"{at}.o", f"{at}.os"),
+                glue(f"{at}.finish", [f"{at}.x", f"{at}.os"], f"{slot}{k + 1}.x"),
             ]
     return result
 
@@ -174,70 +130,56 @@ def _forward_in_halves(shape: TickShape) -> list[Operation]:
         for slot in "ab":
             at = f"{slot}{k}"
             if k:
-                result += [_glue(f"{at}.norm", [f"{at}.x"], f"{at}.n"), _collective(f"{at}.gather", axes.TENSOR, f"{at}.n", f"{at}.N")]
-            result += [_compute(f"{at}.in{cut}", [f"{at}.N"], f"{at}.y{cut}") for cut in (1, 2)]
-            result.append(_glue(f"{at}.join", [f"{at}.y1", f"{at}.y2"], f"{at}.y"))
+                result += [glue(f"{at}.norm", [f"{at}.x"], f"{at}.n"), collective(f"{at}.gather", axes.TENSOR, f"{at}.n", f"{at}.N")]
+            result += [compute(f"{at}.in{cut}", [f"{at}.N"], f"{at}.y{cut}") for cut in (1, 2)]
+            result.append(glue(f"{at}.join", [f"{at}.y1", f"{at}.y2"], f"{at}.y"))
             both = {"a": ([f"{at}.y"], [f"{at}.z"]), "b": ([f"a{k}.y", f"{at}.y"], [f"{at}.z", f"{at}.saved"])}
             reads, writes = both[slot]
-            result += [_glue(f"{at}.middle", reads, *writes), _compute(f"{at}.out", [f"{at}.z"], f"{at}.o")]
+            result += [glue(f"{at}.middle", reads, *writes), compute(f"{at}.out", [f"{at}.z"], f"{at}.o")]
             if slot == "b" and k + 1 == shape.branches:
-                result.append(_glue("b.leave", [f"{at}.o", f"{at}.x"], "left.o", "left.x_b"))
+                result.append(glue("b.leave", [f"{at}.o", f"{at}.x"], "left.o", "left.x_b"))
             else:
                 result += [
-                    _collective(f"{at}.scatter", axes.TENSOR, f"{at}.o", f"{at}.os"),
-                    _glue(f"{at}.finish", [f"{at}.x", f"{at}.os"], f"{slot}{k + 1}.x"),
+                    collective(f"{at}.scatter", axes.TENSOR, f"{at}.o", f"{at}.os"),
+                    glue(f"{at}.finish", [f"{at}.x", f"{at}.os"], f"{slot}{k + 1}.x"),
                 ]
         if k == 0 or not shape.recompute:
             kept = [f"{slot}{k}.{name}" for name in ("x", "y") for slot in "ab"]
-            result.append(_glue(f"b{k}.store", kept[:2] if shape.recompute else [*kept, f"b{k}.saved"]))
+            result.append(glue(f"b{k}.store", kept[:2] if shape.recompute else [*kept, f"b{k}.saved"]))
     return result
 
 
 def _tail() -> list[Operation]:
     """The end of the last tick's second half, and the second half of this tick's input."""
     return [
-        _collective("T.scatter", axes.TENSOR, "late.o", "T.os"),
-        _glue("T.finish", ["late.x_b", "T.os"], "T.y"),
-        _collective("P.send_b", axes.PIPE, "T.y", "P.y_b"),
-        _glue("P.input_b", ["wait.x", "P.y_b"], "b0.x"),
-        _glue("P.norm_b", ["b0.x"], "b0.n"),
-        _collective("P.gather_b", axes.TENSOR, "b0.n", "b0.N"),
-    ]
-
-
-def _next_half(output: str | None, *, embed: bool) -> list[Operation]:
-    """`_next_input` of the first half."""
-    sources = ["E.x" if embed else "wait.x"]
-    result = [*_EMBED] if embed and output else []
-    if output:
-        result.append(_collective("P.send_a", axes.PIPE, output, "P.y_a"))
-        sources.append("P.y_a")
-    return [
-        *result,
-        _glue("P.input_a", sources, "next.x_a"),
-        _glue("P.norm_a", ["next.x_a"], "next.n_a"),
-        _collective("P.gather_a", axes.TENSOR, "next.n_a", "next.N_a"),
+        collective("T.scatter", axes.TENSOR, "late.o", "T.os"),
+        glue("T.finish", ["late.x_b", "T.os"], "T.y"),
+        collective("P.send_b", axes.PIPE, "T.y", "P.y_b"),
+        glue("P.input_b", ["wait.x", "P.y_b"], "b0.x"),
+        glue("P.norm_b", ["b0.x"], "b0.n"),
+        collective("P.gather_b", axes.TENSOR, "b0.n", "b0.N"),
     ]
 
 
 def _stores(shape: TickShape) -> list[Operation]:
     if shape.recompute:
-        return [_glue("F0.store", ["F0.x"])]
-    return [_glue(f"F{k}.store", [f"F{k}.x", f"F{k}.y", f"F{k}.saved"]) for k in range(shape.branches)]
+        return [glue("F0.store", ["F0.x"])]
+    return [glue(f"F{k}.store", [f"F{k}.x", f"F{k}.y", f"F{k}.saved"]) for k in range(shape.branches)]
 
 
-def _next_input(output: str | None, *, embed: bool) -> list[Operation]:
-    """From this tick's output and the embedding that waits to the next tick's input."""
+def _next_input(output: str | None, *, embed: bool, half: str = "") -> list[Operation]:
+    """From this tick's output and the embedding that waits to the next tick's input; ``half``: of one half of the sequence."""
+    end = f"_{half}" if half else ""
     sources = ["E.x" if embed else "wait.x"]
     result = [*_EMBED] if embed and output else []
     if output:
-        result.append(_collective("P.send_y", axes.PIPE, output, "P.y"))
-        sources.append("P.y")
+        result.append(collective(f"P.send_{half or 'y'}", axes.PIPE, output, f"P.y{end}"))
+        sources.append(f"P.y{end}")
     return [
         *result,
-        _glue("P.input", sources, "next.x"),
-        _glue("P.norm", ["next.x"], "next.n"),
-        _collective("P.gather", axes.TENSOR, "next.n", "next.N"),
+        glue(f"P.input{end}", sources, f"next.x{end}"),
+        glue(f"P.norm{end}", [f"next.x{end}"], f"next.n{end}"),
+        collective(f"P.gather{end}", axes.TENSOR, f"next.n{end}", f"next.N{end}"),
     ]
 
 
@@ -250,84 +192,84 @@ def _backward(branches: int, source: str) -> list[Operation]:
     for k in reversed(range(branches)):
         at = f"B{k}"
         if source == "B":
-            result.append(_glue(f"{at}.load", [f"B{k + 1}.g"], f"{at}.x", f"{at}.y", f"{at}.saved"))
+            result.append(glue(f"{at}.load", [f"B{k + 1}.g"], f"{at}.x", f"{at}.y", f"{at}.saved"))
         x, y, saved = (f"{source}{k}.{name}" for name in ("x", "y", "saved"))
         result += [
-            _glue(f"{at}.split", [f"B{k + 1}.g"], f"{at}.do"),
-            _collective(f"{at}.gather", axes.TENSOR, f"{at}.do", f"{at}.G"),
-            _compute(f"{at}.dout", [f"{at}.G"], f"{at}.dz"),
-            _glue(f"{at}.dmiddle", [f"{at}.dz", y, saved], f"{at}.dy", f"{at}.z"),
-            _compute(f"{at}.din", [f"{at}.dy"], f"{at}.dN"),
-            _glue(f"{at}.keep", [x, f"{at}.G", f"{at}.z", f"{at}.dy"]),
+            glue(f"{at}.split", [f"B{k + 1}.g"], f"{at}.do"),
+            collective(f"{at}.gather", axes.TENSOR, f"{at}.do", f"{at}.G"),
+            compute(f"{at}.dout", [f"{at}.G"], f"{at}.dz"),
+            glue(f"{at}.dmiddle", [f"{at}.dz", y, saved], f"{at}.dy", f"{at}.z"),
+            compute(f"{at}.din", [f"{at}.dy"], f"{at}.dN"),
+            glue(f"{at}.keep", [x, f"{at}.G", f"{at}.z", f"{at}.dy"]),
         ]
         if k:
             result += [
-                _collective(f"{at}.scatter", axes.TENSOR, f"{at}.dN", f"{at}.dn"),
-                _glue(f"{at}.finish", [f"B{k + 1}.g", x, f"{at}.dn"], f"{at}.g"),
+                collective(f"{at}.scatter", axes.TENSOR, f"{at}.dN", f"{at}.dn"),
+                glue(f"{at}.finish", [f"B{k + 1}.g", x, f"{at}.dn"], f"{at}.g"),
             ]
         else:
-            result.append(_glue("B0.leave", ["B1.g", x, "B0.dN"], *(f"left.{name}" for name in LATE)))
+            result.append(glue("B0.leave", ["B1.g", x, "B0.dN"], *(f"left.{name}" for name in LATE)))
     return result
 
 
 def _turn(slot: str, message: str) -> list[Operation]:
     copy = Operation(f"P.turn_{slot}", "copy", ("turn",), (f"turned_{slot}",), beside=message)
-    return [copy, _glue(f"P.hold_{slot}", [f"turned_{slot}"])]
+    return [copy, glue(f"P.hold_{slot}", [f"turned_{slot}"])]
 
 
 def _weight_gradients(k: int, shape: TickShape) -> list[Operation]:
     """Both weight gradients of a branch, each added to its sum; a half is a digit behind the verb."""
     at = f"W{k}"
     return [
-        *(_compute(f"{at}.wout{half}", [f"{at}.G", f"{at}.z{half}"], f"{at}.sum_out{half}") for half in shape.halves(k, "out")),
-        _glue(f"{at}.norm", [f"{at}.x"], f"{at}.n"),
-        _collective(f"{at}.gather", axes.TENSOR, f"{at}.n", f"{at}.N"),
-        *(_compute(f"{at}.win{half}", [f"{at}.N", f"{at}.dy{half}"], f"{at}.sum_in{half}") for half in shape.halves(k, "in")),
+        *(compute(f"{at}.wout{half}", [f"{at}.G", f"{at}.z{half}"], f"{at}.sum_out{half}") for half in shape.halves(k, "out")),
+        glue(f"{at}.norm", [f"{at}.x"], f"{at}.n"),
+        collective(f"{at}.gather", axes.TENSOR, f"{at}.n", f"{at}.N"),
+        *(compute(f"{at}.win{half}", [f"{at}.N", f"{at}.dy{half}"], f"{at}.sum_in{half}") for half in shape.halves(k, "in")),
     ]
 
 
 def _zero_piece(piece: Piece, gathers: bool) -> list[Operation]:
     """A piece in flight; what arrives of the weights is put in its place, what leaves of the gradients goes out of the tick."""
     name = piece.operation
-    move = replace(_collective(name, axes.DATA, "part", f"{name}ed"), beside=piece.beside)
-    return [move, _glue(name.replace("gather", "put"), [f"{name}ed"])] if gathers else [move]
+    move = replace(collective(name, axes.DATA, "part", f"{name}ed"), beside=piece.beside)
+    return [move, glue(name.replace("gather", "put"), [f"{name}ed"])] if gathers else [move]
 
 
 def _head(source: str) -> list[Operation]:
     return [
-        _glue("H.split", [source], "H.own"),
-        _collective("H.spread", axes.PIPE, "H.own", "H.x"),
-        _glue("H.norm", ["H.x"], "H.n"),
-        _collective("H.gather", axes.TENSOR, "H.n", "H.N"),
-        _compute("H.project", ["H.N"], "H.logits"),
-        _glue("H.measure", ["H.logits"], "H.statistics"),
+        glue("H.split", [source], "H.own"),
+        collective("H.spread", axes.PIPE, "H.own", "H.x"),
+        glue("H.norm", ["H.x"], "H.n"),
+        collective("H.gather", axes.TENSOR, "H.n", "H.N"),
+        compute("H.project", ["H.N"], "H.logits"),
+        glue("H.measure", ["H.logits"], "H.statistics"),
         Operation("H.join", "collective", ("H.statistics",), ("H.joined",), (axes.PIPE, axes.TENSOR)),
-        _glue("H.loss", ["H.joined"]),
+        glue("H.loss", ["H.joined"]),
     ]
 
 
 _HEAD_BACKWARD = (
-    _glue("H.differentiate", ["H.logits", "H.joined"], "H.dlogits"),
-    _compute("H.dx", ["H.dlogits"], "H.dN"),
-    _compute("H.dw", ["H.dlogits", "H.N"], "H.dtable"),
-    _glue("H.addw", ["H.dtable"]),
-    _collective("H.scatter", axes.TENSOR, "H.dN", "H.dpart"),
-    _collective("H.sum", axes.PIPE, "H.dpart", "H.dn"),
-    _glue("H.finish", ["H.x", "H.dn"], "H.g"),
+    glue("H.differentiate", ["H.logits", "H.joined"], "H.dlogits"),
+    compute("H.dx", ["H.dlogits"], "H.dN"),
+    compute("H.dw", ["H.dlogits", "H.N"], "H.dtable"),
+    glue("H.addw", ["H.dtable"]),
+    collective("H.scatter", axes.TENSOR, "H.dN", "H.dpart"),
+    collective("H.sum", axes.PIPE, "H.dpart", "H.dn"),
+    glue("H.finish", ["H.x", "H.dn"], "H.g"),
 )
 _LATE = (
-    _collective("L0.scatter", axes.TENSOR, "late.dN", "L0.dn"),
-    _glue("L0.finish", ["late.g", "late.x", "L0.dn"], "L0.g"),
+    collective("L0.scatter", axes.TENSOR, "late.dN", "L0.dn"),
+    glue("L0.finish", ["late.g", "late.x", "L0.dn"], "L0.g"),
 )
 _EMBED = (
-    _glue("E.lookup", [], "E.rows"),
-    _collective("E.scatter", axes.TENSOR, "E.rows", "E.part"),
-    _collective("E.sum", axes.PIPE, "E.part", "E.whole"),
-    _glue("E.finish", ["E.whole"], "E.x"),
+    glue("E.lookup", [], "E.rows"),
+    collective("E.scatter", axes.TENSOR, "E.rows", "E.part"),
+    collective("E.sum", axes.PIPE, "E.part", "E.whole"),
+    glue("E.finish", ["E.whole"], "E.x"),
 )
 _EMBED_BACKWARD = (
-    _glue("D.split", ["L0.g"], "D.own"),
-    _collective("D.spread", axes.PIPE, "D.own", "D.part"),
-    _collective("D.gather", axes.TENSOR, "D.part", "D.rows"),
-    _glue("D.add", ["D.rows"]),
+    glue("D.split", ["L0.g"], "D.own"),
+    collective("D.spread", axes.PIPE, "D.own", "D.part"),
+    collective("D.gather", axes.TENSOR, "D.part", "D.rows"),
+    glue("D.add", ["D.rows"]),
 )

@@ -17,7 +17,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megascale_jax.parallel.pipeline.operations import Operation, tick_operations
+from megascale_jax.parallel.pipeline.operation import Operation
+from megascale_jax.parallel.pipeline.operations import tick_operations
 from megascale_jax.parallel.pipeline.schedule import TickKind
 from megascale_jax.parallel.pipeline.shape import TickShape
 

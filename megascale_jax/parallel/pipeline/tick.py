@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from megascale_jax import axes
 from megascale_jax.parallel.pipeline.half_operations import HalfOperations
-from megascale_jax.parallel.pipeline.operations import Operation
+from megascale_jax.parallel.pipeline.operation import Operation
 from megascale_jax.parallel.pipeline.tick_state import cut
 from megascale_jax.parallel.pipeline.vocabulary_operations import VocabularyOperations
 from megascale_jax.parallel.pipeline.zero_operations import ZeroOperations
