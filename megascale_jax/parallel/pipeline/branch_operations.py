@@ -165,10 +165,6 @@ class BranchOperations(TickState):
         self._add(place, number, "vectors", d_vectors["vectors"])
         return g_BsD + d_x_BsD
 
-    def leave(self, place: Place, number: int, *values: jax.Array) -> tuple[jax.Array, ...]:
-        """Hand over to the next tick."""
-        return values
-
 
 def _kept(values: Mapping[str, jax.Array], name: str) -> jax.Array:
     """A value, or the first (1) or second (2) half of its columns."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from megascale_jax.model.branch import Rows, in_stored_order, in_text_order
 from megascale_jax.parallel.pipeline.branch_operations import BranchOperations
-from megascale_jax.parallel.pipeline.shape import INPUT_CUT
+from megascale_jax.parallel.pipeline.shape import INPUT_CUT, TILE
 from megascale_jax.parallel.pipeline.tick_state import Place, cut_columns
 
 
@@ -48,10 +48,6 @@ class HalfOperations(BranchOperations):
         y_BSF = in_stored_order(jnp.concatenate(kept[2:4], 1), self._branch(number).ways)
         return self.store(place, number, x_BsD, y_BSF, kept[4])
 
-    def half_leave(self, *values: jax.Array) -> tuple[jax.Array, ...]:
-        """Hand over to the next tick."""
-        return values
-
     def tail_finish(self, x_BsD: jax.Array, o_BsD: jax.Array) -> jax.Array:
         """The second half of the last tick's output."""
         return self.finish(self._places["T"], len(self.chunks.branches) - 1, x_BsD, o_BsD)
@@ -88,10 +84,6 @@ class HalfOperations(BranchOperations):
             widths = [first, width - first] if name == self._branch(number).w_in else [width]
             self.looked_up[number, name] = cut_columns(stacked, place.chunk, depth, self.model.hidden_size, widths)
         return self.looked_up[number, name]
-
-
-TILE = 256
-"""Columns of a GEMM's tile."""
 
 
 def half_of(x_BSD: jax.Array, half: int) -> jax.Array:

@@ -40,7 +40,8 @@ class TickShape:
 INPUT_CUT = (3, 5)
 """Eighths of the columns of both parts of a half's input GEMM: for 1,024 tokens and 10,752 columns one wave of tiles and two, as
 many as uncut."""
-
+TILE = 256
+"""Columns of a GEMM's tile, to which the cut is rounded."""
 
 COVERING_FLOPS = 5e10
 """FLOPs of a GEMM that covers a message of a large model, some 0.1 ms on an H100."""
