@@ -5,10 +5,9 @@ from typing import Annotated
 
 import typer
 
-from megascale_jax.config.layout import Layout
+from megascale_jax.config.layout import Layout, virtual_stages_of
 from megascale_jax.config.load import load_experiment
 from megascale_jax.config.schema import Experiment
-from megascale_jax.errors import UsageError
 from megascale_jax.observe.report import check_json_path, check_output_path, replace_file, write_json
 from megascale_jax.parallel.pipeline.loops import training_loops
 from megascale_jax.parallel.pipeline.phases import TickPlan, plan_tick
@@ -35,8 +34,6 @@ def schedule(
     check_json_path(json)
     check_output_path(svg, "--svg")
     loaded = load_experiment(experiment, overrides or [])
-    if loaded.parallel.pipe == 1:
-        raise UsageError(f"experiment {loaded.name} has one pipeline stage, so there is no schedule to show; set parallel.pipe=2 or more")
     plan = schedule_of(loaded)
     typer.echo(f"{loaded.name}: {schedule_summary(plan)}\n\n{schedule_text(plan, max_ticks=ticks)}")
     if ticks < plan.ticks:
@@ -53,9 +50,9 @@ def schedule(
 
 
 def schedule_of(experiment: Experiment) -> Schedule:
-    """The schedule of a checked experiment with a pipeline."""
+    """The schedule of a checked experiment."""
     parallel = experiment.parallel
-    return Schedule(parallel.pipe, parallel.virtual_stages, experiment.num_micro_batches, parallel.backward_delay)
+    return Schedule(parallel.pipe, virtual_stages_of(experiment.model, parallel), experiment.num_micro_batches, parallel.backward_delay)
 
 
 def tick_plans(experiment: Experiment, schedule: Schedule) -> dict[str, TickPlan]:

@@ -10,7 +10,7 @@ already says so.
 from collections.abc import Iterable, Iterator, Sequence
 
 from megascale_jax.config.difference import Difference
-from megascale_jax.config.layout import MeshShape, round_up
+from megascale_jax.config.layout import MeshShape, round_up, virtual_stages_of
 from megascale_jax.config.memory import GIB, state_bytes
 from megascale_jax.config.schema import Experiment
 from megascale_jax.config.stages import place_layers
@@ -69,10 +69,8 @@ def _heads(experiment: Experiment) -> Iterator[str]:
 def _block(experiment: Experiment) -> Iterator[str]:
     model, tensor = experiment.model, experiment.parallel.tensor
     yield from _divides("model.mlp_size", model.mlp_size, "parallel.tensor", [tensor])
-    if tensor > 1 and experiment.parallel.pipe > 1:
+    if tensor > 1:
         yield from _divides("model.sequence_length", model.sequence_length, "2 * parallel.tensor", [2, tensor])
-    else:
-        yield from _divides("model.sequence_length", model.sequence_length, "parallel.tensor", [tensor])
     if model.window == ():
         yield "model.window is an empty list, expected at least one window; write full for attention without a window"
     if model.norm == "rmsnorm" and model.norm_bias:
@@ -91,25 +89,17 @@ def _batch(experiment: Experiment) -> Iterator[str]:
 
 def _pipeline(experiment: Experiment) -> Iterator[str]:
     model, parallel = experiment.model, experiment.parallel
-    if parallel.pipe == 1:
-        if parallel.virtual_stages > 1:
-            yield f"parallel.virtual_stages {parallel.virtual_stages} needs parallel.pipe > 1; set parallel.virtual_stages=1"
-        if parallel.layers is not None:
-            yield "parallel.layers needs parallel.pipe > 1; leave it out"
-        if parallel.remat == "selective":
-            yield "parallel.remat selective needs parallel.pipe > 1; set parallel.remat=none or parallel.remat=full"
+    if model.window == ():
         return
-    most = model.num_layers // parallel.pipe
-    if parallel.virtual_stages > max(most, 1):
+    virtual_stages, most = virtual_stages_of(model, parallel), model.num_layers // parallel.pipe
+    if virtual_stages > max(most, 1):
         yield (
-            f"parallel.virtual_stages {parallel.virtual_stages} exceeds the {most} layers of a stage "
+            f"parallel.virtual_stages {virtual_stages} exceeds the {most} layers of a stage "
             f"(model.num_layers {model.num_layers} over parallel.pipe {parallel.pipe}); set parallel.virtual_stages={max(most, 1)} or less"
         )
         return
-    if model.window == ():
-        return
     try:
-        place_layers(model.num_layers, parallel.pipe, parallel.virtual_stages, parallel.layers).windows(model.windows)
+        place_layers(model.num_layers, parallel.pipe, virtual_stages, parallel.layers).windows(model.windows)
     except ConfigError as error:
         yield str(error)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megascale_jax import axes
 from megascale_jax.config.schema import ModelConfig, ParallelConfig
-from megascale_jax.config.stages import Stages, place_layers
+from megascale_jax.config.stages import Stages, most_chunks, place_layers
 
 
 def round_up(size: int, multiple: int) -> int:
@@ -44,6 +44,11 @@ class MeshShape:
         return (stage, *divmod(rest, self.tensor))
 
 
+def virtual_stages_of(model: ModelConfig, parallel: ParallelConfig) -> int:
+    """Chunks of a stage (v): as configured, else as many as the layers allow."""
+    return parallel.virtual_stages or most_chunks(model.windows, parallel.pipe, parallel.layers)
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where the layers and the padded dims of a model lie on a mesh.
@@ -61,10 +66,11 @@ class Layout:
     @classmethod
     def of(cls, model: ModelConfig, parallel: ParallelConfig) -> "Layout":
         """The layout of checked sections (``checks.py`` has refused layers that cannot be placed)."""
-        stages = place_layers(model.num_layers, parallel.pipe, parallel.virtual_stages, parallel.layers)
+        virtual_stages = virtual_stages_of(model, parallel)
+        stages = place_layers(model.num_layers, parallel.pipe, virtual_stages, parallel.layers)
         return cls(
             mesh=MeshShape.of(parallel),
-            virtual_stages=parallel.virtual_stages,
+            virtual_stages=virtual_stages,
             stages=stages,
             chunk_windows=stages.windows(model.windows),
             padded_vocab=round_up(model.vocab_size, parallel.tensor * parallel.pipe),

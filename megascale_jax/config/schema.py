@@ -77,7 +77,11 @@ class ParallelConfig(Section):
     pipe: Positive = Field(default=1, description="pipeline stages (p)")
     data: Positive = Field(default=1, description="data-parallel replicas; fp32 masters and moments are sharded over them (ZeRO-2)")
     tensor: Positive = Field(default=1, description="tensor/sequence-parallel ranks of one replica's stage, inside one node")
-    virtual_stages: Positive = Field(default=1, description="model chunks per pipeline stage (v), interleaved 1F1B")
+    virtual_stages: Positive | None = Field(
+        default=None,
+        description="model chunks per pipeline stage (v), interleaved 1F1B; null: as many as the layers allow, which has the "
+        "smallest bubble and compiles fastest",
+    )
     micro_batch_size: Positive = Field(default=1, description="rows of one micro-batch on one data-parallel rank")
     layers: tuple[Positive, ...] | None = Field(
         default=None, description="layers of each virtual stage (chunk * pipe + stage), in order; null: as many on each"

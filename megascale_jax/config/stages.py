@@ -58,6 +58,24 @@ class Stages:
         return tuple(result)
 
 
+def most_chunks(windows: Sequence[int | None], pipe: int, counts: Sequence[int] | None = None) -> int:
+    """Chunks of a stage where each has as few layers as can be: every chunk with the same windows, the layers dividing.
+
+    One where nothing does; with a list of ``counts``, as many as it has virtual stages for.
+    """
+    if counts is not None:
+        return max(len(counts) // pipe, 1)
+
+    def fits(chunks: int) -> bool:
+        try:
+            place_layers(len(windows), pipe, chunks).windows(windows)
+        except ConfigError:
+            return False
+        return True
+
+    return next((chunks for chunks in range(len(windows) // pipe, 1, -1) if fits(chunks)), 1)
+
+
 def place_layers(num_layers: int, pipe: int, virtual_stages: int, counts: Sequence[int] | None = None) -> Stages:
     """Place layers evenly, or ``counts[i]`` of them on virtual stage ``i``.
 

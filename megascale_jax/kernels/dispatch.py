@@ -35,7 +35,6 @@ class Operators:
     attention_backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
     norm: Callable[..., jax.Array]
     activation: Callable[[jax.Array, jax.Array | None], jax.Array]
-    cross_entropy: Callable[..., Any]
     loss_statistics: Callable[..., jax.Array] = reference_loss.local_statistics
     loss_join: Callable[..., tuple[jax.Array, jax.Array]] = reference_loss.join_statistics
     loss_gradient: Callable[..., jax.Array] = reference_loss.logits_gradient
@@ -62,5 +61,4 @@ def select(model: ModelConfig, system: SystemConfig) -> Operators:
         partial(module.backward, **limit),
         _NORM[model.norm],
         _ACTIVATION[model.activation],
-        reference_loss.cross_entropy,
     )

@@ -37,12 +37,11 @@ class Block(nnx.Module):
             shape = (model.hidden_size, width) if group.has_embed else (width,)
             setattr(self, group.name, nnx.Param(jnp.zeros(shape)))
 
-    def __call__(self, x_BsD: jax.Array, rows: Rows, key: jax.Array | None) -> jax.Array:
-        """One layer on this rank's part of the sequence; ``key`` draws the dropout, ``None``: no dropout."""
+    def __call__(self, x_BsD: jax.Array, rows: Rows) -> jax.Array:
+        """One layer on this rank's part of the sequence, without dropout."""
         weights = {name: getattr(self, name)[...] for name in self.names}
-        keys = [None] * len(self.branches) if key is None else list(jax.random.split(key, len(self.branches)))
-        for branch, own_key in zip(self.branches, keys, strict=True):
-            x_BsD = branch.apply(weights, x_BsD, rows, self.communication, own_key)
+        for branch in self.branches:
+            x_BsD = branch.apply(weights, x_BsD, rows, self.communication)
         return x_BsD
 
 

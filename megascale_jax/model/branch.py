@@ -9,12 +9,10 @@ from it. Segments are pure functions of this rank's fused weights (`fused_groups
     o = z @ w_out.T                  [B, S, D]     a GEMM before a reduce-scatter
     x + dropout(o + biases)          [B, s, D]     `finish`
 
-`apply` runs them in order, to be differentiated by JAX; the methods that end in ``_backward`` are the same derivative
-cut at the same places, and need only ``x``, ``y`` and what attention saved.
+`apply` runs them in order; the methods that end in ``_backward`` are its derivative cut at the same places, and need only
+``x``, ``y`` and what attention saved.
 
-**Order of tokens.** With ``ways`` above 1 tokens are *stored* ``[way, half, ...]`` for ``[half, way, ...]``: each of ``ways`` ranks
-holds a part of both halves of the sequence, so that a forward pass can run one half before the other. Only attention cares: it
-takes and saves its values in the order of the text.
+Tokens lie in the order of the text, or in a `TokenOrder`; what attention saves is in the order of the text.
 """
 
 from collections.abc import Mapping
@@ -28,6 +26,7 @@ from megascale_jax.config.schema import ModelConfig
 from megascale_jax.kernels.dispatch import Operators
 from megascale_jax.model.attention import merge_heads, split_heads
 from megascale_jax.model.communication import Communication
+from megascale_jax.model.order import TokenOrder
 from megascale_jax.model.parameters import FusedGroup, fused_groups
 
 Weights = Mapping[str, jax.Array]
@@ -47,7 +46,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Branch:
-    """``columns``: this rank's width of every layer parameter; ``ways``: the order of tokens, 1 for that of the text."""
+    """``columns``: this rank's width of every layer parameter; ``order``: that of the tokens, ``None`` for that of the text."""
 
     model: ModelConfig
     columns: Mapping[str, int] = field(hash=False)
@@ -57,7 +56,7 @@ class Branch:
     w_in: str
     w_out: str
     out_biases: tuple[str, ...]
-    ways: int = 1
+    order: TokenOrder | None = None
 
     @cached_property
     def groups(self) -> dict[str, FusedGroup]:
@@ -80,11 +79,11 @@ class Branch:
         """Whether the feed-forward layer is in this branch."""
         return "up" in self.groups[self.w_in].members
 
-    def apply(self, weights: Weights, x_BsD: jax.Array, rows: Rows, communication: Communication, key: jax.Array | None) -> jax.Array:
-        """The whole branch; ``key`` draws the dropout, ``None``: no dropout."""
+    def apply(self, weights: Weights, x_BsD: jax.Array, rows: Rows, communication: Communication) -> jax.Array:
+        """The whole branch, without dropout."""
         y_BSF = self.add_bias_in(weights, communication.all_gather_matmul(self.norm(weights, x_BsD), weights[self.w_in]))
         o_BsD = communication.matmul_reduce_scatter(self.middle(y_BSF, rows), weights[self.w_out])
-        return self.finish(weights, x_BsD, o_BsD, key)
+        return self.finish(weights, x_BsD, o_BsD, None)
 
     def norm(self, weights: Weights, x_BsD: jax.Array) -> jax.Array:
         """The branch's own norm."""
@@ -117,31 +116,31 @@ class Branch:
         results, saved = [], ()
         if self.attends:
             q, k, v = self._heads(parts["q"], parts["k"], parts["v"], rows)
-            out, lse = self.operators.attention_forward(q, k, v, in_text_order(rows.segment_ids_BS, self.ways), window=self.window)
+            out, lse = self.operators.attention_forward(q, k, v, self._to_text(rows.segment_ids_BS), window=self.window)
             saved = (merge_heads(out), lse)
-            results.append(in_stored_order(saved[0], self.ways))
+            results.append(self._from_text(saved[0]))
         if self.activates:
             results.append(self.operators.activation(parts["up"], parts.get("gate")))
         return jnp.concatenate(results, -1), saved
 
     def second_half_forward(self, y_first_BSF: jax.Array, y_BSF: jax.Array, rows: Rows) -> tuple[jax.Array, Saved]:
-        """`middle_forward` of the second half of the sequence, given ``y`` of both; ``rows`` and all values in the order of the text.
+        """`middle_forward` of the second half of the sequence, given ``y`` of both; ``rows`` is in the order of the text.
 
         What attention saves is that of the whole sequence: its queries are few beside its keys, and nothing else is run twice.
         """
         parts = self._split(y_BSF)
         results, saved = [], ()
         if self.attends:
-            first = self._split(y_first_BSF)
+            first, order = self._split(y_first_BSF), self._order_of_half
             q, k, v = split_heads(
-                tuple(jnp.concatenate([first[name], parts[name]], 1) for name in "qkv"),  # type: ignore[arg-type]
+                tuple(jnp.concatenate([order.to_text(first[name]), order.to_text(parts[name])], 1) for name in "qkv"),  # type: ignore[arg-type]
                 rows.positions_BS,
                 head_dim=self.model.head_dim,
                 rotary_base=self._rotary_base,
             )
             out, lse = self.operators.attention_forward(q, k, v, rows.segment_ids_BS, window=self.window)
             saved = (merge_heads(out), lse)
-            results.append(saved[0][:, y_first_BSF.shape[1] :])
+            results.append(order.from_text(saved[0][:, saved[0].shape[1] // 2 :]))
         if self.activates:
             results.append(self.operators.activation(parts["up"], parts.get("gate")))
         return jnp.concatenate(results, -1), saved
@@ -156,12 +155,12 @@ class Branch:
             (q, k, v), pull = jax.vjp(lambda q, k, v: self._heads(q, k, v, rows), parts["q"], parts["k"], parts["v"])
             out, lse = saved
             shape = (*out.shape[:2], -1, self.model.head_dim)
-            segment_ids_BS, d_out = in_text_order(rows.segment_ids_BS, self.ways), in_text_order(d_attention, self.ways)
+            segment_ids_BS, d_out = self._to_text(rows.segment_ids_BS), self._to_text(d_attention)
             d_qkv = self.operators.attention_backward(
                 q, k, v, segment_ids_BS, out.reshape(shape), lse, d_out.reshape(shape), window=self.window
             )
             gradients |= dict(zip("qkv", pull(d_qkv), strict=True))
-            results.append(in_stored_order(out, self.ways))
+            results.append(self._from_text(out))
         if self.activates:
             names = [name for name in ("up", "gate") if name in parts]
             activated, pull = jax.vjp(
@@ -192,8 +191,19 @@ class Branch:
 
     def _heads(self, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
         heads = split_heads((q, k, v), rows.positions_BS, head_dim=self.model.head_dim, rotary_base=self._rotary_base)
-        q, k, v = (in_text_order(x, self.ways) for x in heads)
+        q, k, v = (self._to_text(x) for x in heads)
         return q, k, v
+
+    def _to_text(self, x: jax.Array) -> jax.Array:
+        return self.order.to_text(x) if self.order else x
+
+    def _from_text(self, x: jax.Array) -> jax.Array:
+        return self.order.from_text(x) if self.order else x
+
+    @property
+    def _order_of_half(self) -> TokenOrder:
+        assert self.order is not None and self.order.halves == 2, "only tokens that lie in halves can be run in halves"
+        return self.order.of_half
 
     def _split(self, y_BSF: jax.Array) -> dict[str, jax.Array]:
         return dict(zip(self.groups[self.w_in].members, self._cut(y_BSF, self.groups[self.w_in]), strict=True))
@@ -222,24 +232,10 @@ _BRANCHES = {
 
 
 def branches_of(
-    model: ModelConfig, columns: Mapping[str, int], operators: Operators, window: int | None, ways: int = 1
+    model: ModelConfig, columns: Mapping[str, int], operators: Operators, window: int | None, order: TokenOrder | None = None
 ) -> tuple[Branch, ...]:
     """The branches of one layer of the model's kind of block."""
-    return tuple(Branch(model, columns, operators, window, *parts, ways=ways) for parts in _BRANCHES[model.block])
-
-
-def in_stored_order(x: jax.Array, ways: int) -> jax.Array:
-    """Tokens (dim 1) ``[half, way, ...]`` as ``[way, half, ...]``."""
-    return _reordered(x, (2, ways)) if ways > 1 else x
-
-
-def in_text_order(x: jax.Array, ways: int) -> jax.Array:
-    """The inverse of `in_stored_order`."""
-    return _reordered(x, (ways, 2)) if ways > 1 else x
-
-
-def _reordered(x: jax.Array, outer: tuple[int, int]) -> jax.Array:
-    return x.reshape(x.shape[0], *outer, -1, *x.shape[2:]).swapaxes(1, 2).reshape(x.shape)
+    return tuple(Branch(model, columns, operators, window, *parts, order=order) for parts in _BRANCHES[model.block])
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:

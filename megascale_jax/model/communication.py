@@ -21,10 +21,6 @@ class Communication(Protocol):
         """Gather the sequence, then multiply: ``[B, S, F]``."""
         ...
 
-    def all_gather_logits(self, x_BsD: jax.Array, table_VD: jax.Array) -> jax.Array:
-        """Gather the sequence, then multiply by the transpose of the table: ``[B, S, V]``."""
-        ...
-
     def matmul_reduce_scatter(self, y_BSF: jax.Array, w_DF: jax.Array) -> jax.Array:
         """Multiply by the transpose, add up over the group, keep this rank's part of the sequence: ``[B, s, D]``."""
         ...
@@ -54,10 +50,6 @@ class OneDevice:
     def all_gather_matmul(self, x_BsD: jax.Array, w_DF: jax.Array) -> jax.Array:
         """``x @ w``."""
         return jnp.einsum("bsd,df->bsf", x_BsD, w_DF)
-
-    def all_gather_logits(self, x_BsD: jax.Array, table_VD: jax.Array) -> jax.Array:
-        """``x @ table.T``."""
-        return jnp.einsum("bsd,vd->bsv", x_BsD, table_VD)
 
     def matmul_reduce_scatter(self, y_BSF: jax.Array, w_DF: jax.Array) -> jax.Array:
         """``y @ w.T``."""

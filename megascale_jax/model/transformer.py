@@ -31,8 +31,7 @@ Weights = Mapping[str, Any]
 class Transformer:
     """The model's pieces, bound to operators and to the group of ranks that shares a layer.
 
-    ``columns``: this rank's width of every layer parameter, default the whole; ``remat`` recomputes a block's
-    activations in the backward pass.
+    ``columns``: this rank's width of every layer parameter, default the whole.
     """
 
     def __init__(
@@ -41,16 +40,15 @@ class Transformer:
         operators: Operators,
         communication: Communication | None = None,
         columns: Mapping[str, int] | None = None,
-        remat: bool = False,
     ):
-        self.model, self.operators, self.remat = model, operators, remat
+        self.model, self.operators = model, operators
         self.communication = communication or OneDevice()
         self.columns = columns or {spec.name: spec.columns() for spec in parameter_specs(model).values() if spec.per_layer}
         self.final_names = next(group.members for group in end_groups(model) if group.name == "final_vectors")
 
-    def embed(self, ends: Weights, tokens_BS: jax.Array, positions_BS: jax.Array, key: jax.Array | None = None) -> jax.Array:
+    def embed(self, ends: Weights, tokens_BS: jax.Array, positions_BS: jax.Array) -> jax.Array:
         """Token (and learned position) embeddings of this rank's part of the sequence, ``[B, s, D]``."""
-        return self.embed_finish(ends, self.communication.reduce_scatter(self.embed_local(ends, tokens_BS)), positions_BS, key)
+        return self.embed_finish(ends, self.communication.reduce_scatter(self.embed_local(ends, tokens_BS)), positions_BS, None)
 
     def embed_local(self, ends: Weights, tokens_BS: jax.Array) -> jax.Array:
         """Rows of this rank's part of the vocabulary, ``[B, S, D]``; zero for tokens of other ranks."""
@@ -65,29 +63,25 @@ class Transformer:
             x_BsD = x_BsD + ends["position"][self.communication.local_sequence(positions_BS)]
         return dropout(x_BsD, self.model.dropout, key)
 
-    def layers(
-        self, layers: Weights, x_BsD: jax.Array, rows: Rows, windows: tuple[int | None, ...], key: jax.Array | None = None
-    ) -> jax.Array:
-        """Run consecutive layers; ``layers`` holds stacked weights, ``windows`` one entry a layer."""
+    def layers(self, layers: Weights, x_BsD: jax.Array, rows: Rows, windows: tuple[int | None, ...]) -> jax.Array:
+        """Run consecutive layers, without dropout; ``layers`` holds stacked weights, ``windows`` one entry a layer."""
         period = len(windows) if len(windows) <= UNROLLED_LAYERS else _period(windows)
         blocks = [self._block(window) for window in windows[:period]]
-        keys = None if key is None else jax.random.split(key, len(windows))
 
-        def repetition(x_BsD: jax.Array, stacked: tuple[Weights, jax.Array | None]) -> tuple[jax.Array, None]:
-            weights, keys = stacked
+        def repetition(x_BsD: jax.Array, weights: Weights) -> tuple[jax.Array, None]:
             for index, block in enumerate(blocks):
-                x_BsD = block(_layer(weights, index), x_BsD, rows, None if keys is None else keys[index])
+                x_BsD = block(_layer(weights, index), x_BsD, rows)
             return x_BsD, None
 
         if period == len(windows):
-            return repetition(x_BsD, (layers, keys))[0]
-        grouped = jax.tree.map(lambda a: a.reshape(-1, period, *a.shape[1:]), (layers, keys))
+            return repetition(x_BsD, layers)[0]
+        grouped = jax.tree.map(lambda a: a.reshape(-1, period, *a.shape[1:]), layers)
         return jax.lax.scan(repetition, x_BsD, grouped)[0]
 
     def logits(self, ends: Weights, x_BsD: jax.Array) -> jax.Array:
         """Final norm and head: logits of this rank's vocabulary columns for the whole sequence, ``[B, S, V]``."""
         head_VD = ends["embedding" if self.model.tied_head else "head"]
-        return self.communication.all_gather_logits(self.final_norm(ends, x_BsD), head_VD)
+        return jnp.einsum("bsd,vd->bsv", self.communication.gather(self.final_norm(ends, x_BsD)), head_VD)
 
     def final_norm(self, ends: Weights, x_BsD: jax.Array) -> jax.Array:
         """The norm before the head."""
@@ -95,23 +89,17 @@ class Transformer:
         scale, *bias = (vectors[:, index] for index in range(len(self.final_names)))
         return self.operators.norm(x_BsD, scale, bias[0] if bias else None, epsilon=self.model.norm_epsilon)
 
-    def loss(self, ends: Weights, x_BsD: jax.Array, targets_BS: jax.Array) -> jax.Array:
-        """Sum of the negative log-likelihoods of the valid targets, nats, fp32; equal on all ranks of the group."""
-        logits_BSV = self.logits(ends, x_BsD)
-        offset = self.communication.vocab_offset(logits_BSV.shape[-1])
-        return self.operators.cross_entropy(logits_BSV, targets_BS, offset, self.model.vocab_size, self.communication.vocab_axes).sum()
-
     def _block(self, window: int | None) -> Callable[..., jax.Array]:
         kind = BLOCKS[self.model.block]
         module = nnx.eval_shape(lambda: kind(self.model, self.columns, window, self.operators, self.communication))
         graph, state = nnx.split(module)
 
-        def apply(weights: Weights, x_BsD: jax.Array, rows: Rows, key: jax.Array | None) -> jax.Array:
+        def apply(weights: Weights, x_BsD: jax.Array, rows: Rows) -> jax.Array:
             bound = jax.tree.map(lambda leaf: leaf, state)
             nnx.replace_by_pure_dict(bound, dict(weights))
-            return nnx.merge(graph, bound)(x_BsD, rows, key)
+            return nnx.merge(graph, bound)(x_BsD, rows)
 
-        return jax.checkpoint(apply) if self.remat else apply
+        return apply
 
 
 def _layer(weights: Weights, index: int) -> Weights:

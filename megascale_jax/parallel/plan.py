@@ -3,8 +3,7 @@
 1. mesh      ``pipe x data x tensor`` over the given devices;
 2. ZeRO-2    fp32 masters sharded over ``data``; weights gathered before use, gradients scattered after;
 3. tensor    layers get the two fused operations of the tensor axis, and widths of one rank;
-4. remat     a block's activations are kept or recomputed;
-5. pipeline  the executor runs the micro-batches through this rank's chunks.
+4. pipeline  the executor runs the micro-batches through this rank's chunks, keeping or recomputing their activations.
 
 All of it runs inside one ``jax.shard_map`` that is manual over all three axes: every collective of the compiled
 program is one that this package wrote.
@@ -27,7 +26,6 @@ from megascale_jax.config.stages import EMPTY
 from megascale_jax.kernels.dispatch import select
 from megascale_jax.model.transformer import Transformer
 from megascale_jax.parallel.mesh import make_mesh
-from megascale_jax.parallel.pipeline.executor import Executor, OneStage
 from megascale_jax.parallel.pipeline.interleaved import Pipeline
 from megascale_jax.parallel.ring import RingTensorParallel
 from megascale_jax.parallel.tensor import TensorParallel
@@ -47,7 +45,7 @@ class Plan:
     layout: Layout
     mesh: Mesh
     zero: ZeroSharding
-    executor: Executor
+    executor: Pipeline
 
     def sharding(self, partition: PartitionSpec) -> NamedSharding:
         """A partition on this plan's mesh."""
@@ -132,9 +130,8 @@ def make_plan(experiment: Experiment, devices: Sequence[Any]) -> Plan:
     mesh = make_mesh(layout.mesh, devices)
     zero = ZeroSharding(model, layout, jnp.dtype(experiment.train.compute_dtype))
     communication = RingTensorParallel() if parallel.tensor_overlap == "ring" else TensorParallel()
-    transformer = Transformer(model, select(model, experiment.system), communication, zero.columns, remat=parallel.remat == "full")
-    executor = OneStage(transformer, zero) if parallel.pipe == 1 else Pipeline(transformer, layout, parallel, zero)
-    return Plan(experiment, layout, mesh, zero, executor)
+    transformer = Transformer(model, select(model, experiment.system), communication, zero.columns)
+    return Plan(experiment, layout, mesh, zero, Pipeline(transformer, layout, parallel, zero))
 
 
 def _stable_number(name: str) -> int:

@@ -16,7 +16,7 @@ from megascale_jax.checkpoint.store import CheckpointStore, read_description
 from megascale_jax.config.schema import Experiment, ParallelConfig
 from megascale_jax.data.tokenizer import load_tokenizer
 from megascale_jax.errors import RunFolderError, UsageError
-from megascale_jax.parallel.pipeline.executor import OneStage
+from megascale_jax.model.branch import Rows
 from megascale_jax.parallel.plan import Plan, make_plan
 from megascale_jax.train.folder import RunFolder
 from megascale_jax.train.saved import abstract_saved
@@ -61,15 +61,16 @@ def sample(folder: RunFolder, prompt: str, *, num_tokens: int, temperature: floa
 
 
 def _next_logits(plan: Plan):
-    length, executor = plan.experiment.model.sequence_length, plan.executor
-    assert isinstance(executor, OneStage), "a sample is drawn on one device"
+    length, transformer = plan.experiment.model.sequence_length, plan.executor.transformer
+    assert plan.mesh.size == 1, "a sample is drawn on one device"
 
     def logits(params: dict[str, jax.Array], tokens_BS: jax.Array, last: jax.Array) -> jax.Array:
         positions_BS = jnp.arange(length, dtype=jnp.int32)[None]
-        batch = {"tokens": tokens_BS, "positions": positions_BS, "segment_ids": jnp.ones_like(tokens_BS)}
         weights = plan.zero.gather(params)
-        hidden_BSD = executor.hidden(weights, batch)
-        return executor.transformer.logits(weights["ends"], hidden_BSD)[0, last].astype(jnp.float32)
+        layers = {name: value.reshape(-1, *value.shape[2:]) for name, value in weights["layers"].items()}
+        x_BSD = transformer.embed(weights["ends"], tokens_BS, positions_BS)
+        x_BSD = transformer.layers(layers, x_BSD, Rows(positions_BS, jnp.ones_like(tokens_BS)), transformer.model.windows)
+        return transformer.logits(weights["ends"], x_BSD)[0, last].astype(jnp.float32)
 
     specs = (plan.zero.partitions, _ROW, PartitionSpec())
     return jax.jit(plan.shard_map(logits, specs, PartitionSpec((axes.PIPE, axes.TENSOR))))

@@ -25,7 +25,7 @@ from megascale_jax.config.schema import Experiment
 from megascale_jax.errors import DataError
 from megascale_jax.optim.lamb import make_optimizer
 from megascale_jax.optim.schedule import learning_rate
-from megascale_jax.parallel.pipeline.executor import Batch
+from megascale_jax.parallel.pipeline.tick_state import Batch
 from megascale_jax.parallel.plan import BATCH_PARTITION, VOTE_PARTITION, Plan
 from megascale_jax.train.saved import applied_updates
 from megascale_jax.train.state import TrainState, state_partitions

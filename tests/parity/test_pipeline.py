@@ -147,10 +147,12 @@ def test_uneven_stages_equal_the_reference_and_their_pads_stay_zero():
     check(kind, shape, configured(kind, shape, layers=layers, num_layers=3), num_layers=3, layers=layers)
 
 
-def test_micro_batches_under_the_pipeline_add_up_to_one_joined_batch():
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_micro_batches_add_up_to_one_joined_batch(pipe):
+    """Without a pipeline a joined batch is one micro-batch, with all of its backward pass in the cool-down."""
     results, batch = [], {}
-    for m, rows in ((4, 2), (2, 4)):
-        config = experiment(1, 2, parallel={"pipe": 2, "micro_batch_size": rows}, train={"global_batch_size": 8}, num_layers=2, window=3)
+    for m, rows in ((4, 2), (pipe, 8 // pipe)):
+        config = experiment(1, 2, parallel={"pipe": pipe, "micro_batch_size": rows}, train={"global_batch_size": 8}, num_layers=2, window=3)
         plan = plan_of(config)
         steps = make_steps(config, plan)
         _, params = random_parameters(plan)

@@ -1,4 +1,4 @@
-"""The step on every mesh against the float64 one-device reference: loss and every gradient."""
+"""The step on meshes without a pipeline against the float64 one-device reference: loss and every gradient."""
 
 from functools import cache
 
@@ -18,6 +18,7 @@ MODELS = {
         "tied_head": True,
         "attention_bias": True,
         "mlp_bias": True,
+        "window": (1, "full"),
     },
     "serial-rmsnorm-swiglu-rotary-gqa": {
         "block": "serial",
@@ -26,9 +27,20 @@ MODELS = {
         "activation": "swiglu",
         "num_heads": 16,
         "num_kv_heads": 8,
+        "window": 3,
     },
-    "parallel-swiglu-rotary-gqa": {"activation": "swiglu", "num_heads": 16, "num_kv_heads": 8, "mlp_bias": True},
+    "parallel-swiglu-rotary-gqa": {
+        "activation": "swiglu",
+        "num_heads": 16,
+        "num_kv_heads": 8,
+        "mlp_bias": True,
+        "window": (99, 3),
+    },
 }
+"""Chunks of two layers, of one serial layer, and of two."""
+CASES = [
+    (mesh, list(MODELS)[(i + j) % 3], ("none", "selective", "full")[(i + 2 * j) % 3]) for i, mesh in enumerate(MESHES) for j in range(2)
+]
 FP32_TOLERANCE = 2e-5
 """Relative to the largest element: 2**-24 times the square root of the reduction length, and some."""
 
@@ -71,17 +83,11 @@ def check(kind, config):
     assert_gradients_equal(plan, gradients, expected)
 
 
-@pytest.mark.parametrize("tensor", [2, 4, 8])
-def test_ring_products_equal_float64_reference(tensor):
-    """Two ranks have one hop, four and eight have two ways of different lengths."""
-    kind = "parallel-swiglu-rotary-gqa"
-    check(kind, experiment(8 // tensor, tensor, parallel={"tensor_overlap": "ring"}, **MODELS[kind]))
-
-
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda m: f"data{m[0]}-tensor{m[1]}")
-@pytest.mark.parametrize("kind", MODELS)
-def test_loss_and_gradients_equal_float64_reference(kind, mesh):
-    check(kind, experiment(*mesh, **MODELS[kind]))
+@pytest.mark.parametrize(
+    ("mesh", "kind", "remat"), CASES, ids=lambda value: value if isinstance(value, str) else f"data{value[0]}-tensor{value[1]}"
+)
+def test_loss_and_gradients_equal_float64_reference(mesh, kind, remat):
+    check(kind, experiment(*mesh, parallel={"remat": remat}, **MODELS[kind]))
 
 
 def test_bfloat16_compute_stays_within_its_precision():

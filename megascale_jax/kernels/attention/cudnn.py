@@ -18,20 +18,23 @@ def attention(
 ) -> jax.Array:
     """Same contract as the reference; padding (segment 0) must end a row."""
 
+    options: dict[str, Any] = {"window": window, "max_documents": max_documents}
+
+    # segments are an argument: inside a scan they are traced, and a closure over them does not lower
     @jax.custom_vjp
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return forward(q, k, v, segment_ids_BS, window=window, max_documents=max_documents)[0]
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
+        return forward(q, k, v, segments, **options)[0]
 
-    def attend_forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-        out, lse = forward(q, k, v, segment_ids_BS, window=window, max_documents=max_documents)
-        return out, (q, k, v, out, lse)
+    def attend_forward(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> tuple[jax.Array, Any]:
+        out, lse = forward(q, k, v, segments, **options)
+        return out, (q, k, v, segments, out, lse)
 
-    def attend_backward(residuals: Any, d_out: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        q, k, v, out, lse = residuals
-        return backward(q, k, v, segment_ids_BS, out, lse, d_out, window=window, max_documents=max_documents)
+    def attend_backward(residuals: Any, d_out: jax.Array) -> tuple[Any, ...]:
+        q, k, v, segments, out, lse = residuals
+        return (*backward(q, k, v, segments, out, lse, d_out, **options), None)
 
     attend.defvjp(attend_forward, attend_backward)
-    return attend(q_BSHK, k_BTGK, v_BTGK)
+    return attend(q_BSHK, k_BTGK, v_BTGK, segment_ids_BS)
 
 
 def forward(

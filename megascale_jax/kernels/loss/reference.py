@@ -3,27 +3,16 @@
 Each rank holds the logits of its own slice of the vocabulary; what joins them is one gather of three numbers a token:
 the maximum, the sum of exponentials and the target's logit. Both directions are written by hand, so that no collective
 is differentiated: under a manual ``shard_map`` its transpose would count each rank's copy of the loss again.
-"""
 
-from functools import partial
+Targets and losses are ``[B, S]``; logits are a rank's own columns, the first of them id ``vocab_offset``. Columns at or above
+``vocab_size`` are padding and take no part; where the target is ``IGNORE`` the loss is 0.
+"""
 
 import jax
 import jax.numpy as jnp
 
 IGNORE = -1
 """Target id that carries no loss: padding, or a next token that belongs to another document."""
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def cross_entropy(
-    logits_BSV: jax.Array, targets_BS: jax.Array, vocab_offset: jax.Array, vocab_size: int, vocab_axes: tuple[str, ...]
-) -> jax.Array:
-    """Negative log-likelihood in nats, fp32 ``[B, S]``, 0 where the target is ``IGNORE``; equal on all ranks of ``vocab_axes``.
-
-    ``logits_BSV`` are this rank's columns, the first of them id ``vocab_offset``; columns at or above ``vocab_size`` are
-    padding and take no part. ``vocab_axes`` may be empty: the whole vocabulary is here.
-    """
-    return _forward(logits_BSV, targets_BS, vocab_offset, vocab_size, vocab_axes)[0]
 
 
 def local_statistics(logits_BSV: jax.Array, targets_BS: jax.Array, vocab_offset: jax.Array, vocab_size: int) -> jax.Array:
@@ -60,18 +49,3 @@ def logits_gradient(
     weight_BS1 = jnp.where(targets_BS != IGNORE, gradient_BS, 0.0)[..., None]
     probability_BSV = jnp.where(ids_V < vocab_size, jnp.exp(logits_BSV.astype(jnp.float32) - log_total_BS[..., None]), 0.0)
     return ((probability_BSV - (targets_BS[..., None] == ids_V)) * weight_BS1).astype(logits_BSV.dtype)
-
-
-def _forward(logits_BSV, targets_BS, vocab_offset, vocab_size, vocab_axes):
-    statistics_3BS = local_statistics(logits_BSV, targets_BS, vocab_offset, vocab_size)
-    everyone = jax.lax.all_gather(statistics_3BS, vocab_axes) if vocab_axes else statistics_3BS[None]
-    loss_BS, log_total_BS = join_statistics(everyone, targets_BS)
-    return loss_BS, (logits_BSV, log_total_BS, targets_BS, vocab_offset)
-
-
-def _backward_rule(vocab_size, vocab_axes, residuals, gradient_BS):
-    logits_BSV, log_total_BS, targets_BS, vocab_offset = residuals
-    return logits_gradient(logits_BSV, log_total_BS, targets_BS, vocab_offset, vocab_size, gradient_BS), None, None
-
-
-cross_entropy.defvjp(_forward, _backward_rule)

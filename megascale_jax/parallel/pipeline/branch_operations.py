@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from megascale_jax.model.branch import Branch, Rows
 from megascale_jax.parallel.pipeline.operations import KEPT
-from megascale_jax.parallel.pipeline.tick_state import Place, TickState, add_at, cut, put, take
+from megascale_jax.parallel.pipeline.tick_state import Place, TickState, add_at, behind, cut, put, take
 
 
 class BranchOperations(TickState):
@@ -92,8 +92,7 @@ class BranchOperations(TickState):
 
         XLA would rather copy the stash than find the order by itself.
         """
-        never = [(value.ravel()[0] > jnp.inf).astype(jnp.int32) for value in self.loaded.get(number, ())]
-        return sum(never, slot)
+        return behind(slot, *self.loaded.get(number, ()))
 
     def load(self, place: Place, number: int, gradient: jax.Array) -> Any:
         """A branch's residuals, read no earlier than its gradient is there."""
@@ -124,7 +123,6 @@ class BranchOperations(TickState):
         """Back through attention and nonlinearity; the input biases take their gradient."""
         branch = self._branch(number)
         dy_BSF, z_BSG = branch.middle_backward(y_BSF, saved, dz_BSG, self._rows(place))
-        self.loaded[number] = (*self.loaded.get(number, ()), dy_BSF)
         if branch.b_in:
             self._add(place, number, branch.b_in, branch.bias_in_gradient(dy_BSF))
         return dy_BSF, z_BSG
@@ -140,6 +138,7 @@ class BranchOperations(TickState):
         named: dict[str, jax.Array] = dict(zip(KEPT, values, strict=True))
         kept = {name: put(ring, _kept(named, name), slot) for name, ring in rings.items()}
         self.kept = self.kept | {number: kept}
+        self.loaded[number] = (*self.loaded.get(number, ()), *(ring for name, ring in kept.items() if name[0] in "zd"))
 
     def recall(self) -> dict[str, jax.Array]:
         """All operands of this tick's weight gradients, as ``W<branch>.<value>``."""
@@ -152,11 +151,14 @@ class BranchOperations(TickState):
     def weight_out(self, place: Place, number: int, g_BSD: jax.Array, z_BSG: jax.Array, half: int | None = None) -> jax.Array:
         """The window's sum of gradients of the output matrix with this unit's added, or half of its columns."""
         # sum and product in one GEMM: the sum lies in one place for all ticks of a window
-        return self.sums[number]["out"][half or 0] + self.products.gathered_outer(g_BSD, z_BSG)
+        return self._summed(number, "out", half, self.products.gathered_outer(g_BSD, z_BSG))
 
     def weight_in(self, place: Place, number: int, n_BSD: jax.Array, dy_BSF: jax.Array, half: int | None = None) -> jax.Array:
         """The same of the input matrix."""
-        return self.sums[number]["in"][half or 0] + self.products.gathered_outer(n_BSD, dy_BSF)
+        return self._summed(number, "in", half, self.products.gathered_outer(n_BSD, dy_BSF))
+
+    def _summed(self, number: int, matrix: str, half: int | None, product: jax.Array) -> jax.Array:
+        return self.sums[number][matrix][half or 0] + product if self.sums else product
 
     def finish_backward(self, place: Place, number: int, g_BsD: jax.Array, x_BsD: jax.Array, dn_BsD: jax.Array) -> jax.Array:
         """Back through the norm and the residual add."""

@@ -1,5 +1,5 @@
-"""Operations of a forward pass in halves of the sequence: slots ``a``, ``b`` and T. Whatever has a half's tokens has them in the
-order of the text, with `model/branch.py`'s order of stored tokens: a rank's own tokens are its part of ``a``, then that of ``b``."""
+"""Operations of a forward pass in halves of the sequence: slots ``a``, ``b`` and T. A rank's own tokens are its part of ``a``,
+then that of ``b`` (`TokenOrder`)."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from megascale_jax.model.branch import Rows, in_stored_order, in_text_order
+from megascale_jax.model.branch import Rows
 from megascale_jax.parallel.pipeline.branch_operations import BranchOperations
 from megascale_jax.parallel.pipeline.shape import INPUT_CUT, TILE
 from megascale_jax.parallel.pipeline.tick_state import Place, cut_columns
@@ -32,21 +32,22 @@ class HalfOperations(BranchOperations):
 
     def first_middle(self, place: Place, number: int, y_BSF: jax.Array) -> jax.Array:
         """Attention and nonlinearity of the first half, which sees no token of the second."""
-        rows, half = self._text_rows(place), y_BSF.shape[1]
-        first = Rows(rows.positions_BS[:, :half], rows.segment_ids_BS[:, :half])
-        return replace(self._branch(number), ways=1).middle_forward(y_BSF, first)[0]
+        rows, order = self._rows(place), self.chunks.order
+        first = Rows(order.first_half(rows.positions_BS), order.first_half(rows.segment_ids_BS))
+        return replace(self._branch(number), order=order.of_half).middle_forward(y_BSF, first)[0]
 
     def second_middle(self, place: Place, number: int, y_first_BSF: jax.Array, y_BSF: jax.Array) -> tuple[jax.Array, Any]:
         """The same of the second half; what attention saves is that of both."""
-        return self._branch(number).second_half_forward(y_first_BSF, y_BSF, self._text_rows(place))
+        rows, order = self._rows(place), self.chunks.order
+        text = Rows(order.to_text(rows.positions_BS), order.to_text(rows.segment_ids_BS))
+        return self._branch(number).second_half_forward(y_first_BSF, y_BSF, text)
 
     def both_store(self, place: Place, number: int, *kept: Any) -> None:
         """Put both halves' residuals into this unit's slot, as a whole pass would have put them."""
         x_BsD = jnp.concatenate(kept[:2], 1)
         if len(kept) == 2:
             return self.store(place, number, x_BsD)
-        y_BSF = in_stored_order(jnp.concatenate(kept[2:4], 1), self._branch(number).ways)
-        return self.store(place, number, x_BsD, y_BSF, kept[4])
+        return self.store(place, number, x_BsD, self.chunks.order.joined(*kept[2:4]), kept[4])
 
     def tail_finish(self, x_BsD: jax.Array, o_BsD: jax.Array) -> jax.Array:
         """The second half of the last tick's output."""
@@ -69,10 +70,6 @@ class HalfOperations(BranchOperations):
         """The whole input of a tick, and its norm."""
         x_BsD = jnp.concatenate([first_BsD, second_BsD], 1)
         return x_BsD, self.norm(self._places["F"], 0, x_BsD)
-
-    def _text_rows(self, place: Place) -> Rows:
-        rows, ways = self._rows(place), self.chunks.branches[0].ways
-        return Rows(in_text_order(rows.positions_BS, ways), in_text_order(rows.segment_ids_BS, ways))
 
     def _looked_up(self, place: Place, number: int, name: str) -> list[jax.Array]:
         """A matrix out of the stack of chunks: the output matrix whole, the input matrix in its two parts of columns."""

@@ -1,4 +1,5 @@
-"""Interleaved 1F1B: loops over the ticks of a `Schedule`, each tick a `TickPlan`.
+"""Runs the micro-batches of one step through this rank's chunks: interleaved 1F1B, loops over the ticks of a `Schedule`, each
+tick a `TickPlan`. One stage is a pipeline too: it goes through its chunks tick by tick, so that it hides the same messages.
 
 What changes in every tick is carried through it (`_tick`): inputs, stash, the sums of a window. What changes where a window
 ends (`windows.py`) lies around the ticks: weights that have arrived, totals of the gradients, shards that have left. So no
@@ -18,10 +19,10 @@ from megascale_jax import axes
 from megascale_jax.config.layout import Layout
 from megascale_jax.config.schema import ParallelConfig
 from megascale_jax.config.stages import EMPTY
-from megascale_jax.model.branch import Rows, branches_of, in_stored_order
+from megascale_jax.model.branch import Rows, branches_of
+from megascale_jax.model.order import TokenOrder
 from megascale_jax.model.transformer import Transformer
 from megascale_jax.parallel.pipeline.engine import run_phases
-from megascale_jax.parallel.pipeline.executor import fold_rank, zero_gradients
 from megascale_jax.parallel.pipeline.loops import Loop, Run, forward_loops, training_loops
 from megascale_jax.parallel.pipeline.operations import LATE, fill_operations, settle_operations, tick_operations
 from megascale_jax.parallel.pipeline.phases import TickPlan, plan_phases, plan_tick
@@ -29,7 +30,7 @@ from megascale_jax.parallel.pipeline.schedule import Schedule, TickKind
 from megascale_jax.parallel.pipeline.shape import TickShape, light_operations, tick_shape
 from megascale_jax.parallel.pipeline.table import keep_slots, schedule_table
 from megascale_jax.parallel.pipeline.tick import Tick
-from megascale_jax.parallel.pipeline.tick_state import Batch, Chunks, Constants
+from megascale_jax.parallel.pipeline.tick_state import Batch, Chunks, Constants, fold_rank, zero_gradients
 from megascale_jax.parallel.pipeline.windows import State, Windows
 from megascale_jax.parallel.zero import Shards, ZeroSharding
 
@@ -39,18 +40,22 @@ Make = Callable[[jax.Array, Carry], Tick]
 
 
 class Pipeline:
-    """Interleaved 1F1B over ``pipe`` stages, each tick a list of phases."""
+    """Interleaved 1F1B over ``pipe`` stages, each tick a list of phases; its methods run inside ``shard_map``.
+
+    ``params`` are this rank's shards of the logical parameters, a batch is ``[m, B, S]``. Gradients add up in fp32 whatever the
+    compute type. Micro-batches without a valid token contribute zero.
+    """
 
     def __init__(self, transformer: Transformer, layout: Layout, parallel: ParallelConfig, zero: ZeroSharding):
         self.transformer, self.layout, self.remat, self.zero = transformer, layout, parallel.remat, zero
         self.delay: Literal[0, 1] = parallel.backward_delay
         self.axis_sizes = layout.mesh.by_axis
         self.shape = tick_shape(transformer.model, parallel, layout)
-        ways = layout.mesh.tensor if self.shape.split else 1
+        self.order = TokenOrder(parallel.micro_batch_size, layout.mesh.tensor, 2 if self.shape.split else 1)
         self.branches = tuple(
             branch
             for window in layout.chunk_windows
-            for branch in branches_of(transformer.model, transformer.columns, transformer.operators, window, ways)
+            for branch in branches_of(transformer.model, transformer.columns, transformer.operators, window, self.order)
         )
         self.light = light_operations(transformer.model, layout)
         self.plan = cache(self._plan)
@@ -64,7 +69,8 @@ class Pipeline:
         return Schedule(self.layout.mesh.pipe, self.layout.virtual_stages, micro_batches, delay)
 
     def loss(self, params: Shards, batch: Batch) -> jax.Array:
-        """See `Executor`; a forward pass in ``m v + p - 1`` ticks, all weights gathered before."""
+        """Sum of the negative log-likelihoods of this rank's rows, nats: a forward pass in ``m v + p - 1`` ticks, all weights
+        gathered before."""
         schedule, batch = self.schedule(batch["tokens"].shape[0], 0), self._stored(batch)
         shape = replace(self.shape, recompute=False, backward_delay=0, turns=False, split=False)
         chunks, weights = self._chunks(shape), self.zero.gather(params)
@@ -90,7 +96,10 @@ class Pipeline:
         return carry
 
     def loss_and_gradients(self, params: Shards, batch: Batch, scale: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, Shards]:
-        """See `Executor`."""
+        """``scale`` times the summed loss of all micro-batches of this rank; its gradients, fp32, for this rank's shards.
+
+        ``scale`` is one over the valid tokens of the global batch, so nothing is divided afterwards; ``key`` draws the dropout.
+        """
         schedule, batch = self.schedule(batch["tokens"].shape[0]), self._stored(batch)
         chunks = self._chunks(self.shape)
         windows = Windows(self.zero, chunks)
@@ -144,12 +153,11 @@ class Pipeline:
 
     def _chunks(self, shape: TickShape) -> Chunks:
         per_layer = len(self.branches) // self.layout.layers_per_chunk
-        return Chunks(self.transformer, self.branches, per_layer, self.layout.mesh.pipe, shape)
+        return Chunks(self.transformer, self.branches, per_layer, self.layout.mesh.pipe, shape, self.order)
 
     def _stored(self, batch: Batch) -> Batch:
-        """The batch with its tokens in the order in which branches store them."""
-        ways = self.branches[0].ways
-        return {name: jax.vmap(lambda rows: in_stored_order(rows, ways))(value) for name, value in batch.items()}
+        """The batch with its tokens in the order of activations, ``[m, 1, B S]``."""
+        return {name: jax.vmap(self.order.from_text)(value) for name, value in batch.items()}
 
     def _filled(self, tick: Tick, shape: TickShape) -> Carry:
         """The carry before the first tick: its input is there, nothing is late."""
@@ -170,7 +178,8 @@ class Pipeline:
         with jax.named_scope("settle"):
             whole, zero = run_phases(plan, tick.execute, _half_values(carry), ("F0.x", "F0.N", "last.y"))
         tick.loss = tick.loss + zero
-        tick.hold("forward", tick.looked_up_chunk(tick.column("forward_chunk")))
+        if self.shape.turns:
+            tick.hold("forward", tick.looked_up_chunk(tick.column("forward_chunk")))
         rest = {name: value for name, value in carry.items() if name != "late_half"}
         return rest | {"x": whole["F0.x"], "N": whole["F0.N"], "last": whole["last.y"], "held": tick.held}
 
@@ -273,7 +282,9 @@ def _repeat(body: Callable[[Any, jax.Array], Any], carry: Any, loop: Loop, rows:
 
 def _stage_rows(schedule: Schedule) -> jax.Array:
     """This stage's rows of the schedule's table, int32 ``[ticks + 2, len(COLUMNS)]``."""
-    return jnp.asarray(np.array(schedule_table(schedule), np.int32))[jax.lax.axis_index(axes.PIPE)]
+    # behind a barrier: XLA moves a constant into the loops and then tries, and fails, to evaluate what the ticks make of it
+    table = jax.lax.optimization_barrier(jnp.asarray(np.array(schedule_table(schedule), np.int32)))
+    return table[jax.lax.axis_index(axes.PIPE)]
 
 
 def _activation(weights: Any, batch: Batch, axis_sizes: Any) -> jax.ShapeDtypeStruct:

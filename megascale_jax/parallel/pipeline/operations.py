@@ -66,7 +66,8 @@ def tick_operations(kind: TickKind, shape: TickShape) -> tuple[Operation, ...]:
     if kind.backward:
         result += [*_LATE, *(_EMBED_BACKWARD if kind.embed_backward else ())]
         result.append(collective("P.send_g", axes.PIPE, "L0.g", "P.g"))
-        result += _turn("backward", "P.send_g")
+        if shape.turns:
+            result += _turn("backward", "P.send_g")
         result.append(glue("P.gradient", ["P.g", *(["H.g"] if kind.head else [])], f"B{shape.branches}.g"))
         if shape.recompute:
             result.append(glue("R0.load", [f"B{shape.branches}.g"], "R0.x"))

@@ -16,8 +16,9 @@ class TickShape:
     ``branches`` of a chunk; ``recompute``: the backward slot runs the chunk's forward pass again; ``backward_delay`` as
     in the schedule: the head takes the last tick's output (1) or this tick's (0). ``halved``: weight gradients that are cut in
     two, branch and ``in`` or ``out``: each half still covers a message, so that there are more kernels to hide messages under.
-    ``turns``: weights are copied where a slot turns to another chunk, not looked up in every tick. ``split``: the forward pass
-    runs in halves of the sequence as long as there are no weight gradients. ``ring``: products do their own communication.
+    ``turns``: a slot stays with a chunk for some ticks, so weights are copied where it turns to another and gradients have a
+    place of their own to add up in; without, both are looked up in every tick. ``split``: the forward pass runs in halves of the
+    sequence as long as there are no weight gradients. ``ring``: products do their own communication.
     """
 
     branches: int
@@ -59,6 +60,7 @@ def tick_shape(model: ModelConfig, parallel: ParallelConfig, layout: Layout) -> 
         parallel.remat == "full",
         parallel.backward_delay,
         halved=frozenset(halved),
+        turns=parallel.pipe > 1,
         # a half's own dropout would be another than that of the whole, which the backward pass draws again
         split=parallel.tensor > 1 and parallel.backward_delay == 1 and model.dropout == 0 and parallel.tensor_overlap == "plain",
         ring=parallel.tensor_overlap == "ring",

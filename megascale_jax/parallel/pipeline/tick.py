@@ -90,6 +90,8 @@ class Tick(HalfOperations, VocabularyOperations, ZeroOperations):
 
     def _permute(self, x: jax.Array, by: int) -> jax.Array:
         p = self.chunks.stages
+        if p == 1:
+            return x
         return jax.lax.ppermute(x, axes.PIPE, [(stage, (stage + by) % p) for stage in range(p)])
 
     def next_input(self, embedded_BsD: jax.Array, received_BsD: jax.Array | None = None) -> jax.Array:

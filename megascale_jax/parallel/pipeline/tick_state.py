@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from megascale_jax import axes
 from megascale_jax.model.branch import Branch
 from megascale_jax.model.communication import OneDevice
+from megascale_jax.model.order import TokenOrder
 from megascale_jax.model.transformer import Transformer
 from megascale_jax.parallel.pipeline.pieces import Piece, zero_pieces
 from megascale_jax.parallel.pipeline.shape import TickShape
@@ -23,7 +24,7 @@ from megascale_jax.parallel.pipeline.table import COLUMNS
 from megascale_jax.parallel.ring import RingTensorParallel
 
 Batch = Mapping[str, jax.Array]
-"""``tokens``, ``targets``, ``segment_ids``, ``positions``: int32 ``[m, B, S]``."""
+"""``tokens``, ``targets``, ``segment_ids``, ``positions``: int32 ``[m, B, S]``; within a tick ``[m, 1, B S]``, see `TokenOrder`."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Chunks:
     branches_per_layer: int
     stages: int
     shape: TickShape
+    order: TokenOrder
 
     @cached_property
     def pieces(self) -> Mapping[str, Piece]:
@@ -119,6 +121,18 @@ class TickState:
         return None if self.key is None else jax.random.fold_in(self.key, micro_batch)
 
 
+def zero_gradients(weights: Mapping[str, Any]) -> Any:
+    """fp32 zeros like the weights."""
+    return jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
+
+
+def fold_rank(key: jax.Array) -> jax.Array:
+    """A key of this rank's own, so that no two ranks drop the same elements."""
+    for axis in axes.MESH_AXES:
+        key = jax.random.fold_in(key, jax.lax.axis_index(axis))
+    return key
+
+
 def take(stacked: jax.Array, index: jax.Array) -> jax.Array:
     """Entry ``index`` of the first dim."""
     return jax.lax.dynamic_index_in_dim(stacked, index, 0, keepdims=False, allow_negative_indices=False)
@@ -127,6 +141,11 @@ def take(stacked: jax.Array, index: jax.Array) -> jax.Array:
 def put(stacked: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
     """The same array with entry ``index`` of the first dim replaced."""
     return jax.lax.dynamic_update_index_in_dim(stacked, value, index, 0, allow_negative_indices=False)
+
+
+def behind(index: jax.Array, *values: jax.Array) -> jax.Array:
+    """The same index, known no earlier than the ``values``: what is written there is written after all that they were made of was read."""
+    return sum([(value.ravel()[0] > jnp.inf).astype(jnp.int32) for value in values], index)
 
 
 def cut(stacked: jax.Array, chunk: jax.Array, depth: int, rows: int) -> jax.Array:

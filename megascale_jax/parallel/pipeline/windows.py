@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from megascale_jax.parallel.pipeline.schedule import TickKind
 from megascale_jax.parallel.pipeline.tick import Tick
-from megascale_jax.parallel.pipeline.tick_state import Chunks, add_at, put
+from megascale_jax.parallel.pipeline.tick_state import Chunks, add_at, behind, put
 from megascale_jax.parallel.pipeline.zero_operations import joined
 from megascale_jax.parallel.zero import Shards, ZeroSharding
 
@@ -64,7 +64,9 @@ class Windows:
         return {group: jnp.zeros((shard.shape[1], self._counts[2], shard.shape[2]), shard.dtype) for group, shard in shards.items()}
 
     def first_turn(self, state: State) -> dict[str, Any]:
-        """What both slots hold at first: chunk 0."""
+        """What both slots hold at first: chunk 0; nothing where weights are looked up."""
+        if not self.chunks.shape.turns:
+            return {}
         hidden = self.zero.model.hidden_size
         chunk = {
             number: {group: state.weights[group][0, number // self.chunks.branches_per_layer, :hidden] for group in (b.w_in, b.w_out)}
@@ -73,7 +75,9 @@ class Windows:
         return {"forward": chunk, "backward": chunk}
 
     def empty_sums(self) -> Sums:
-        """Zeros."""
+        """Zeros; nothing where gradients do not wait for the end of a window."""
+        if not self.chunks.shape.turns:
+            return {}
         return {
             number: {matrix: self._empty_parts(number, matrix) for matrix in ("in", "out")} for number in range(len(self.chunks.branches))
         }
@@ -85,14 +89,16 @@ class Windows:
             arrived = {group: value.reshape(value.shape[0], self._rows, -1) for group, value in held["arriving"].items()}
             weights = {group: put(stack, arrived[group], columns("gather_chunk")) for group, stack in state.weights.items()}
             state = state._replace(weights=weights)
-            if not self.chunks.shape.in_halves(kind):
+            if self.chunks.shape.turns and not self.chunks.shape.in_halves(kind):
                 held["now"] = held["now"] | {"forward": self._turned(tick, weights)}
         if kind.scatter:
             left = {group: put(stack, self._joined(group, moved), columns("scatter_chunk")) for group, stack in state.left.items()}
             state = state._replace(left=left)
         if kind.weight_gradients:
-            state = state._replace(totals=self._added(state.totals, held["sums"], columns("weight_chunk")))
-            held["sums"] = jax.tree.map(jnp.zeros_like, held["sums"])
+            # pieces that leave are cut out of the totals in the same tick where a window is no longer
+            chunk = columns("weight_chunk") if self.chunks.shape.turns else behind(columns("weight_chunk"), *moved.values())
+            state = state._replace(totals=self._added(state.totals, held["sums"], chunk))
+            held["sums"] = self.empty_sums()
         return held, state
 
     def finish(self, state: State) -> Shards:
