@@ -75,7 +75,7 @@ _WORDS = {
 
 
 def _name(kind: TickKind) -> str:
-    slots = {(True, False): "warm-up", (True, True): "steady", (False, True): "cool-down"}[kind.forward, kind.backward]
+    slots = "end" if kind.finishes else {"warmup": "warm-up", "cooldown": "cool-down"}.get(kind.part, kind.part)
     more = [words for flag, words in _WORDS.items() if getattr(kind, flag)]
     return f"{slots} with {', '.join(more)}" if more else slots
 

@@ -5,7 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megascale_jax.cli.main import app
-from megascale_jax.errors import ConfigError, UsageError
+from megascale_jax.errors import ConfigError
 from megascale_jax.parallel.pipeline.schedule import Schedule
 from megascale_jax.views.schedule import schedule_svg, schedule_text
 
@@ -18,21 +18,22 @@ def test_schedule_and_phases_are_shown_and_written(tmp_path):
     svg, data = tmp_path / "s.svg", tmp_path / "s.json"
     result = run("quickstart", "--phases", "--ticks", "5", "--svg", str(svg), "--json", str(data))
     assert result.exit_code == 0
-    assert "2 stages x 1 chunks, 8 micro-batches: 2 warm-up + 7 steady + 2 cool-down ticks, bubble 12.5%" in result.stdout
-    assert "5 of 11 ticks shown" in result.stdout
+    assert "2 stages x 2 chunks, 8 micro-batches: 4 warm-up + 13 steady + 4 cool-down ticks, bubble 6.2%" in result.stdout
+    assert "5 of 21 ticks shown" in result.stdout
     assert "F0.in   | H.spread, L0.scatter" in result.stdout
     assert ET.parse(svg).getroot().tag.endswith("svg")
     written = json.loads(data.read_text())
-    assert written["ticks"] == {"warmup": 2, "steady": 7, "cooldown": 2}
+    assert written["ticks"] == {"warmup": 4, "steady": 13, "cooldown": 4}
     assert written["phases"]["steady with embed, head, embed backward, weight gradients"][0] == {
         "compute": "F0.in",
         "collectives": ["H.spread", "L0.scatter"],
     }
 
 
-def test_one_stage_has_no_schedule():
-    with pytest.raises(UsageError, match=r"gpt-1b has one pipeline stage.*parallel.pipe=2"):
-        run("gpt-1b")
+def test_one_stage_has_a_schedule_without_a_bubble():
+    result = run("gpt-1b", "--phases")
+    assert "1 stages x 6 chunks, 8 micro-batches: 6 warm-up + 42 steady + 6 cool-down ticks, bubble 0.0%" in result.stdout
+    assert "end with embed backward" in result.stdout
 
 
 def test_impossible_plan_is_refused_with_good_values():

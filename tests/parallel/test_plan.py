@@ -88,20 +88,23 @@ def test_abstract_state_describes_the_real_one(states):
     )
 
 
-def test_step_has_one_gather_and_one_scatter_of_activations_per_parallel_block():
-    """Forward: one of each a layer. Backward: the scatter's transpose gathers, the gather's transpose scatters and gathers again."""
-    config = experiment(1, 2, num_layers=1, window="full", tied_head=False)
+def collectives_of_evaluation(num_layers):
+    """Gathers and scatters of whole activations in the program of a forward pass, one chunk of so many layers."""
+    config = experiment(1, 2, num_layers=num_layers, window=tuple(range(2, 2 + num_layers)))
     plan = plan_of(config)
     steps = make_steps(config, plan)
     batch = {key: jax.ShapeDtypeStruct(value.shape, value.dtype) for key, value in random_batch(config).items()}
-    text = steps.gradients.lower(abstract_state(plan, steps.optimizer).params, batch).as_text()
-    rows, length, width = 8, config.model.sequence_length, config.model.hidden_size
-    gathered = re.findall(rf"stablehlo\.all_gather.*?-> tensor<{rows}x{length}x{width}xf32>", text)
-    scattered = re.findall(rf'"stablehlo\.reduce_scatter".*?-> tensor<{rows}x{length // 2}x{width}xf32>', text, re.DOTALL)
-    # block: 1 + 2 gathers; head: 1 + 1; embedding's scatter transposes into 1.
-    assert len(gathered) == 3 + 2 + 1
-    # block: 1 + 1 scatters; embedding: 1; head's gather transposes into 1.
-    assert len(scattered) == 2 + 1 + 1
+    text = steps.evaluate.lower(abstract_state(plan, steps.optimizer).params, batch).as_text()
+    tokens, width = config.parallel.micro_batch_size * config.model.sequence_length, config.model.hidden_size
+    gathered = re.findall(rf"stablehlo\.all_gather.*?-> tensor<1x{tokens}x{width}xf32>", text)
+    scattered = re.findall(rf'"stablehlo\.reduce_scatter".*?-> tensor<1x{tokens // 2}x{width}xf32>', text, re.DOTALL)
+    return len(gathered), len(scattered)
+
+
+def test_forward_pass_has_one_gather_and_one_scatter_of_activations_per_parallel_block():
+    """Beside the block's: the head's gather, the embedding's scatter, and both of the first input, which is made before all ticks."""
+    assert collectives_of_evaluation(1) == (1 + 1 + 1, 1 + 1 + 1)
+    assert collectives_of_evaluation(3) == (3 + 1 + 1, 3 + 1 + 1)
 
 
 def test_rows_of_more_documents_than_the_target_has_room_for_are_refused():

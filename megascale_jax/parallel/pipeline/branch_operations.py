@@ -123,6 +123,10 @@ class BranchOperations(TickState):
         """Back through attention and nonlinearity; the input biases take their gradient."""
         branch = self._branch(number)
         dy_BSF, z_BSG = branch.middle_backward(y_BSF, saved, dz_BSG, self._rows(place))
+        if not self.chunks.shape.turns:
+            # nothing is made of the residuals any later, so that their slot may be written in this tick
+            dy_BSF, z_BSG = jax.lax.optimization_barrier((dy_BSF, z_BSG))
+            self.loaded[number] = (*self.loaded.get(number, ()), dy_BSF, z_BSG)
         if branch.b_in:
             self._add(place, number, branch.b_in, branch.bias_in_gradient(dy_BSF))
         return dy_BSF, z_BSG

@@ -196,7 +196,7 @@ class Pipeline:
         halves = "late_half" in carry
         values = {f"late.{name}": value for name, value in carry["late"].items()} | {"wait.x": carry["wait"]}
         values |= _half_values(carry) if halves else {"F0.x": carry["x"], "F0.N": carry["N"], "last.y": carry["last"]}
-        if kind.weight_gradients:
+        if kind.weight_gradients and self.shape.turns:
             values |= tick.recall()
         output, ends = (f"a{len(self.branches)}.x", "_a") if halves else (f"F{len(self.branches)}.x", "")
         leaving = [operation.writes[0] for operation in plan.operations if operation.verb.startswith("scatter_")]
@@ -244,7 +244,7 @@ class Pipeline:
     def _empty_rings(self, slots: int, windows: Windows, batch: Batch, like: jax.ShapeDtypeStruct) -> dict[int, Any]:
         """Zeros for what `Tick.keep` keeps."""
         rings: dict[int, Any] = {}
-        for number in range(len(self.branches)):
+        for number in range(len(self.branches) if self.shape.turns else 0):
             whole = (like.shape[0], batch["tokens"].shape[2])
             widths = {} if self.shape.ring else {"G": like.shape[2]}
             for name, matrix in (("z", "out"), ("dy", "in")):

@@ -38,15 +38,15 @@ class Loop:
 
 
 def training_loops(schedule: Schedule) -> tuple[Loop, ...]:
-    """All ticks of a step as loops, tick `Schedule.ticks` included: warm-up, steady, cool-down, cut where windows end.
+    """All ticks of a step as loops: warm-up, steady, cool-down, cut where windows end.
 
     The ticks of a window of weight gradients are of one kind, and so are all ticks of a phase of the schedule with work at
     the vocabulary: the union of what they do, so that few bodies are compiled. What a tick has no micro-batch for, it does
     on nothing.
     """
-    ticks = range(schedule.ticks + 1)
+    ticks = range(schedule.length)
     kinds = [schedule.kind(tick) for tick in ticks]
-    p, first = schedule.pipe, schedule.backward_offset + 1
+    p, first = schedule.pipe, schedule.backward_offset + schedule.weight_delay
     for start in range(first, len(kinds), p):
         kinds[start : start + p] = [reduce(TickKind.union, kinds[start : start + p])] * p
     return _fold(kinds, [schedule.closes_window(tick) for tick in ticks])

@@ -63,8 +63,9 @@ def tick_operations(kind: TickKind, shape: TickShape) -> tuple[Operation, ...]:
     if kind.head:
         source = "last.y" if shape.backward_delay else f"F{shape.branches}.x"
         result += [*_head(source), *(_HEAD_BACKWARD if kind.backward else ())]
-    if kind.backward:
+    if kind.backward or kind.finishes:
         result += [*_LATE, *(_EMBED_BACKWARD if kind.embed_backward else ())]
+    if kind.backward:
         result.append(collective("P.send_g", axes.PIPE, "L0.g", "P.g"))
         if shape.turns:
             result += _turn("backward", "P.send_g")
@@ -72,7 +73,7 @@ def tick_operations(kind: TickKind, shape: TickShape) -> tuple[Operation, ...]:
         if shape.recompute:
             result.append(glue("R0.load", [f"B{shape.branches}.g"], "R0.x"))
             result += _forward("R", shape.branches, gather_first=True, finish_last=False)
-        result += _backward(shape.branches, "R" if shape.recompute else "B")
+        result += _backward(shape)
     if kind.weight_gradients:
         result += [operation for k in range(shape.branches) for operation in _weight_gradients(k, shape)]
     for piece in zero_pieces(shape).values():
@@ -184,24 +185,26 @@ def _next_input(output: str | None, *, embed: bool, half: str = "") -> list[Oper
     ]
 
 
-def _backward(branches: int, source: str) -> list[Operation]:
-    """A chunk's backward pass from ``B<branches>.g`` (gradient of its output); branch 0's end is left to the next tick.
+def _residuals_of(shape: TickShape) -> str:
+    """Slot that a branch's x, y and saved come from in a backward pass: read from the stash, or recomputed."""
+    return "R" if shape.recompute else "B"
 
-    ``source`` is where a branch's x, y and saved come from: ``B`` (read from the stash) or ``R`` (recomputed).
-    """
+
+def _backward(shape: TickShape) -> list[Operation]:
+    """A chunk's backward pass from ``B<branches>.g`` (gradient of its output); branch 0's end is left to the next tick."""
     result: list[Operation] = []
-    for k in reversed(range(branches)):
+    for k in reversed(range(shape.branches)):
         at = f"B{k}"
-        if source == "B":
+        if not shape.recompute:
             result.append(glue(f"{at}.load", [f"B{k + 1}.g"], f"{at}.x", f"{at}.y", f"{at}.saved"))
-        x, y, saved = (f"{source}{k}.{name}" for name in ("x", "y", "saved"))
+        x, y, saved = (f"{_residuals_of(shape)}{k}.{name}" for name in ("x", "y", "saved"))
         result += [
             glue(f"{at}.split", [f"B{k + 1}.g"], f"{at}.do"),
             collective(f"{at}.gather", axes.TENSOR, f"{at}.do", f"{at}.G"),
             compute(f"{at}.dout", [f"{at}.G"], f"{at}.dz"),
             glue(f"{at}.dmiddle", [f"{at}.dz", y, saved], f"{at}.dy", f"{at}.z"),
             compute(f"{at}.din", [f"{at}.dy"], f"{at}.dN"),
-            glue(f"{at}.keep", [x, f"{at}.G", f"{at}.z", f"{at}.dy"]),
+            *([glue(f"{at}.keep", [x, f"{at}.G", f"{at}.z", f"{at}.dy"])] if shape.turns else []),
         ]
         if k:
             result += [
@@ -220,12 +223,13 @@ def _turn(slot: str, message: str) -> list[Operation]:
 
 def _weight_gradients(k: int, shape: TickShape) -> list[Operation]:
     """Both weight gradients of a branch, each added to its sum; a half is a digit behind the verb."""
-    at = f"W{k}"
+    at, unit = f"W{k}", f"W{k}" if shape.turns else f"B{k}"
+    x = f"{unit}.x" if shape.turns else f"{_residuals_of(shape)}{k}.x"
     return [
-        *(compute(f"{at}.wout{half}", [f"{at}.G", f"{at}.z{half}"], f"{at}.sum_out{half}") for half in shape.halves(k, "out")),
-        glue(f"{at}.norm", [f"{at}.x"], f"{at}.n"),
+        *(compute(f"{at}.wout{half}", [f"{unit}.G", f"{unit}.z{half}"], f"{at}.sum_out{half}") for half in shape.halves(k, "out")),
+        glue(f"{at}.norm", [x], f"{at}.n"),
         collective(f"{at}.gather", axes.TENSOR, f"{at}.n", f"{at}.N"),
-        *(compute(f"{at}.win{half}", [f"{at}.N", f"{at}.dy{half}"], f"{at}.sum_in{half}") for half in shape.halves(k, "in")),
+        *(compute(f"{at}.win{half}", [f"{at}.N", f"{unit}.dy{half}"], f"{at}.sum_in{half}") for half in shape.halves(k, "in")),
     ]
 
 

@@ -100,6 +100,7 @@ def plan_phases(operations: Iterable[Operation], axis_sizes: Mapping[str, int], 
             if len(collectives) < IN_FLIGHT and not taken.intersection(operation.axes):
                 collectives.append(operation)
         chosen = [*collectives, *([compute] if compute else [])]
+        assert chosen, f"operations wait for what does not run: {[(o.name, o.beside) for o in ready]}"
         copies = [o for o in ready if o.kind == "copy" and o.beside in [other.name for other in chosen]]
         phases.append(Phase(compute.name if compute else None, tuple(o.name for o in collectives), tuple(o.name for o in copies)))
         chosen += copies

@@ -20,8 +20,9 @@ same unit, ``s + 1`` ticks after the backward pass on stage ``s``:
 
     weight gradients of unit ``t - (v * p - 1) - p - backward_delay`` on every stage
 
-The ``p`` units of one chunk then are a *window* of ``p`` ticks that begins and ends on all stages at once: their gradients
-add up in one place in memory that no stage has to look up. ZeRO-2 moves in windows as well: weights of chunk ``c`` arrive in
+A single stage waits for nobody: it computes them in the tick of the backward pass. The ``p`` units of one chunk then are a *window*
+of ``p`` ticks that begins and ends on all stages at once: their gradients add up in one place in memory that no stage has to look
+up. ZeRO-2 moves in windows as well: weights of chunk ``c`` arrive in
 window ``c - 1`` of the warm-up, the gradients of a chunk leave in the window after its last one.
 """
 
@@ -47,8 +48,8 @@ class TickKind:
 
     ``embed``: the next micro-batch to enter is embedded; ``head``: the loss of a micro-batch is taken; ``embed_backward``:
     the gradient of an embedded micro-batch, finished in the tick before, goes into the table. These three fall on the same
-    ``p`` of ``v * p`` ticks. ``weight_gradients``: those of an earlier backward pass are computed. ``gather``, ``scatter``:
-    a part of a chunk's weights arrives, or of its gradients leaves.
+    ``p`` of ``v * p`` ticks. ``weight_gradients``: those of an earlier backward pass are computed. ``gather``, ``scatter``: a part of
+    a chunk's weights arrives, or of its gradients leaves. ``finishes``: what the last backward pass left is finished, and none runs.
     """
 
     forward: bool
@@ -59,11 +60,11 @@ class TickKind:
     weight_gradients: bool = False
     gather: bool = False
     scatter: bool = False
+    finishes: bool = False
 
     def union(self, other: "TickKind") -> "TickKind":
         """What either does."""
-        flags = [field.name for field in fields(self)]
-        return TickKind(**{flag: getattr(self, flag) or getattr(other, flag) for flag in flags})
+        return TickKind(**{field.name: getattr(self, field.name) or getattr(other, field.name) for field in fields(self)})
 
     @property
     def without_ends(self) -> "TickKind":
@@ -73,7 +74,7 @@ class TickKind:
     @property
     def part(self) -> str:
         """Part of the step: warmup, steady or cooldown."""
-        return {(True, False): "warmup", (True, True): "steady", (False, True): "cooldown"}[self.forward, self.backward]
+        return {(True, False): "warmup", (True, True): "steady"}.get((self.forward, self.backward), "cooldown")
 
     @property
     def ends(self) -> bool:
@@ -122,6 +123,16 @@ class Schedule:
     def ticks(self) -> int:
         """Ticks of a step: warm-up, steady, cool-down (as long as the warm-up)."""
         return 2 * self.warmup + self.steady
+
+    @property
+    def weight_delay(self) -> int:
+        """Ticks between the backward passes of stage 0 and their weight gradients: 1, but none where no stage waits for another."""
+        return int(self.pipe > 1)
+
+    @property
+    def length(self) -> int:
+        """All `ticks`, and one that finishes what the last backward passes have left."""
+        return self.ticks + 1
 
     @property
     def bubble(self) -> float:
@@ -214,8 +225,8 @@ class Schedule:
         return self._micro_batch_of_rank(self.backward_unit(tick - 1, 0), self.virtual_stages - 1)
 
     def weight_unit(self, tick: int) -> int | None:
-        """Number of the unit whose weight gradients all stages compute, in backward order; the last one in tick `ticks`."""
-        return self._within(tick - self.backward_offset - 1)
+        """Number of the unit whose weight gradients all stages compute, in backward order."""
+        return self._within(tick - self.backward_offset - self.weight_delay)
 
     def weight_chunk(self, tick: int) -> int | None:
         """Chunk of that unit."""
@@ -231,7 +242,7 @@ class Schedule:
 
     def scattered(self, tick: int) -> tuple[int, int] | None:
         """The same of the gradients that leave; chunk 0 leaves after all ticks."""
-        place = tick - (self.ticks + 1) + self.period - self.pipe
+        place = tick - (self.ticks + self.weight_delay) + self.period - self.pipe
         if not 0 <= place < self.period - self.pipe:
             return None
         window, part = divmod(place, self.pipe)
@@ -243,10 +254,12 @@ class Schedule:
         return (unit is not None and unit % self.pipe == self.pipe - 1) or (gathered is not None and gathered[1] == self.pipe - 1)
 
     def kind(self, tick: int) -> TickKind:
-        """What a tick does; tick `ticks` has the last weight gradients and is else a cool-down tick without a unit."""
+        """What a tick does; the one behind all `ticks` has no unit, but one kind with the rest of its window."""
+        finishes = tick >= self.ticks and not self.weight_delay
         return TickKind(
             forward=tick < self.warmup + self.steady,
-            backward=tick >= self.warmup,
+            backward=tick >= self.warmup and not finishes,
+            finishes=finishes,
             embed=self.entering(tick) is not None,
             head=self.at_head(tick) is not None,
             embed_backward=self.leaving(tick) is not None,

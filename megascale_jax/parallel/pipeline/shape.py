@@ -16,8 +16,9 @@ class TickShape:
     ``branches`` of a chunk; ``recompute``: the backward slot runs the chunk's forward pass again; ``backward_delay`` as
     in the schedule: the head takes the last tick's output (1) or this tick's (0). ``halved``: weight gradients that are cut in
     two, branch and ``in`` or ``out``: each half still covers a message, so that there are more kernels to hide messages under.
-    ``turns``: a slot stays with a chunk for some ticks, so weights are copied where it turns to another and gradients have a
-    place of their own to add up in; without, both are looked up in every tick. ``split``: the forward pass runs in halves of the
+    ``turns``: a slot stays with a chunk for some ticks, so weights are copied where it turns to another, and weight gradients
+    wait for a common tick and have a place of their own to add up in; without, weights are looked up and gradients added in
+    every tick. ``split``: the forward pass runs in halves of the
     sequence as long as there are no weight gradients. ``ring``: products do their own communication.
     """
 
@@ -51,6 +52,7 @@ COVERING_FLOPS = 5e10
 def tick_shape(model: ModelConfig, parallel: ParallelConfig, layout: Layout) -> TickShape:
     """The shape of a run's ticks."""
     elements = parallel.micro_batch_size * model.sequence_length * model.hidden_size
+    turns = parallel.pipe > 1
     branches = layout.layers_per_chunk * model.branches_per_layer
     widths = _own_widths(model, layout)
     long = {place for place, width in enumerate(widths) if elements * width >= COVERING_FLOPS}
@@ -59,8 +61,8 @@ def tick_shape(model: ModelConfig, parallel: ParallelConfig, layout: Layout) -> 
         branches,
         parallel.remat == "full",
         parallel.backward_delay,
-        halved=frozenset(halved),
-        turns=parallel.pipe > 1,
+        halved=frozenset(halved) if turns else frozenset(),
+        turns=turns,
         # a half's own dropout would be another than that of the whole, which the backward pass draws again
         split=parallel.tensor > 1 and parallel.backward_delay == 1 and model.dropout == 0 and parallel.tensor_overlap == "plain",
         ring=parallel.tensor_overlap == "ring",

@@ -121,5 +121,5 @@ def _held(schedule: Schedule, direction: Literal["forward", "backward"], stage: 
 def schedule_table(schedule: Schedule) -> list[list[tuple[int, ...]]]:
     """``[stage][tick + 1][column]``, from the fill to the last weight gradients."""
     columns = list(COLUMNS)
-    rows = [[schedule_row(schedule, stage, tick) for tick in range(-1, schedule.ticks + 1)] for stage in range(schedule.pipe)]
+    rows = [[schedule_row(schedule, stage, tick) for tick in range(-1, schedule.length)] for stage in range(schedule.pipe)]
     return [[tuple(getattr(row, column) for column in columns) for row in stage] for stage in rows]

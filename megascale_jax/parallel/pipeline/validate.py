@@ -54,7 +54,7 @@ def _validate_windows(schedule: Schedule, forward_tick: dict[tuple[int, int], in
     gathered: dict[int, list[tuple[int, int]]] = {chunk: [] for chunk in range(1, v)}
     scattered: dict[int, list[tuple[int, int]]] = {chunk: [] for chunk in range(1, v)}
     weight_ticks: dict[int, list[int]] = {chunk: [] for chunk in range(v)}
-    for tick in range(schedule.ticks + 1):
+    for tick in range(schedule.length):
         for moved, found in ((gathered, schedule.gathered(tick)), (scattered, schedule.scattered(tick))):
             if found is not None:
                 moved[found[0]].append((tick, found[1]))
@@ -64,7 +64,7 @@ def _validate_windows(schedule: Schedule, forward_tick: dict[tuple[int, int], in
             weight_ticks[chunk].append(tick)
             for stage in range(p):
                 key = (chunk * p + stage, schedule.decode(unit)[0])
-                assert tick - backward_tick[key] == stage + 1, f"weight gradients of {key} in tick {tick}"
+                assert tick - backward_tick[key] == stage + schedule.weight_delay, f"weight gradients of {key} in tick {tick}"
     for chunk in range(v):
         assert len(weight_ticks[chunk]) == schedule.micro_batches, f"weight gradients of chunk {chunk}: {weight_ticks[chunk]}"
         ends = [tick for tick in weight_ticks[chunk] if schedule.closes_window(tick)]

@@ -40,7 +40,7 @@ SHAPES = st.tuples(st.integers(1, 6), st.booleans(), st.booleans(), st.sampled_f
 def test_every_tick_of_every_schedule_has_a_valid_plan(shape, delay, pipe, tensor, groups):
     branches, recompute, halved, overlap = shape
     ways = {"halved": all_of(branches) if halved else frozenset(), "split": overlap == "split" and delay == 1, "ring": overlap == "ring"}
-    tick = TickShape(branches, recompute, delay, **ways)
+    tick = TickShape(branches, recompute, delay, turns=pipe > 1, **ways)
     sizes = {"pipe": pipe, "data": 2, "tensor": tensor}
     for loop in training_loops(Schedule(pipe, 2, pipe * groups, delay)):
         for run in loop.runs:

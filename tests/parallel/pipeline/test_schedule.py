@@ -32,7 +32,7 @@ def test_loops_are_the_ticks_in_order(sizes, delay):
                 assert (kind.gather, kind.scatter) == (run.kind.gather, run.kind.scatter)
                 assert schedule.closes_window(tick) == (run.closes and place % run.length == run.length - 1)
                 tick += 1
-    assert tick == schedule.ticks + 1
+    assert tick == schedule.length
 
 
 @pytest.mark.parametrize("sizes", [(8, 6, 32), (4, 2, 8), (2, 1, 4)])
@@ -56,7 +56,7 @@ def test_no_loop_does_more_than_its_ticks_but_for_the_window_at_the_end_of_the_f
 @given(SIZES, st.sampled_from([0, 1]))
 def test_ends_see_every_micro_batch_once(sizes, delay):
     schedule = Schedule(*sizes, delay)
-    ticks = range(schedule.ticks + 1)
+    ticks = range(schedule.length)
     everyone = list(range(schedule.micro_batches))
     first = [] if delay == 0 and schedule.entering(-1) == 0 else [0]
     assert first == [0] or delay == 0

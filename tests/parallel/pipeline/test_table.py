@@ -7,7 +7,7 @@ from megascale_jax.parallel.pipeline.table import COLUMNS, schedule_row, schedul
 def test_table_holds_every_row_from_fill_to_drain():
     schedule = Schedule(2, 2, 4, 1)
     table = schedule_table(schedule)
-    assert len(table) == 2 and all(len(stage) == schedule.ticks + 2 for stage in table)
+    assert len(table) == 2 and all(len(stage) == schedule.length + 1 for stage in table)
     row = dict(zip(COLUMNS, table[1][1 + 5], strict=True))
     assert row["forward_micro_batch"] == 2 and row["forward_chunk"] == 0, "stage 1 in tick 5 runs unit 4"
     assert table[1][6] == tuple(getattr(schedule_row(schedule, 1, 5), column) for column in COLUMNS)
@@ -16,7 +16,7 @@ def test_table_holds_every_row_from_fill_to_drain():
 def test_operands_of_weight_gradients_are_read_where_they_were_put():
     schedule = Schedule(4, 2, 8, 1)
     for stage in range(4):
-        rows = {tick: schedule_row(schedule, stage, tick) for tick in range(schedule.ticks + 1)}
+        rows = {tick: schedule_row(schedule, stage, tick) for tick in range(schedule.length)}
         for tick, row in rows.items():
             if schedule.weight_unit(tick) is not None:
                 kept = tick - stage - 1
@@ -48,7 +48,7 @@ def test_slots_hold_the_weights_of_their_chunk(delay):
 def test_idle_slots_point_at_the_scratch_slot_and_are_not_busy():
     schedule = Schedule(4, 1, 4)
     for stage in range(4):
-        for tick in range(-1, schedule.ticks + 1):
+        for tick in range(-1, schedule.length):
             row = schedule_row(schedule, stage, tick)
             if schedule.forward(tick, stage) is None:
                 assert row.forward_slot == schedule.slots
