@@ -4,8 +4,8 @@ A GEMM or an attention call takes the longer of its FLOPs over the achieved rate
 kernel its bytes. Bytes are operands and results; an operand that a fusion only slices counts the slice, one that it updates
 in place the update, twice. Attention counts the keys a query sees (causal, inside the window), its backward pass five
 products for two. A collective takes the bytes that cross the link over its rate, plus a latency: ``(n - 1)`` shards for a
-gather, ``(n - 1) / n`` of the input for a reduce-scatter, twice that for an all-reduce, the payload for a permute. Only the
-``tensor`` axis stays on the fast link.
+gather, ``(n - 1) / n`` of the input for a reduce-scatter, twice that for an all-reduce, the payload for a permute. The
+``tensor`` axis stays on the fast link, and so does any other whose groups lie within a node.
 
 A conditional costs its dearest branch as often as it is taken: a slot of the pipeline turns to another chunk
 (`parallel/pipeline/operations.py`) once in ``pipe`` ticks, any other one counts every time.
@@ -40,20 +40,22 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Collective:
-    """Cost of one collective; ``axis`` is its mesh axis, several joined by ``+``."""
+    """Cost of one collective; ``axis`` is its mesh axis, several joined by ``+``; ``near``: on the fast link of a node."""
 
     opcode: str
     axis: str
     group: int
     bytes: float
     seconds: float
+    near: bool
 
 
 class CostModel:
-    """Costs of the instructions of one module on a mesh; ``mesh`` are its axis sizes, outermost first."""
+    """Costs of the instructions of one module on a mesh; ``mesh`` are its axis sizes, outermost first, ``node`` devices share
+    the fast link."""
 
-    def __init__(self, module: Module, rates: RatesConfig, mesh: Mapping[str, int]):
-        self.module, self.rates, self.mesh = module, rates, dict(mesh)
+    def __init__(self, module: Module, rates: RatesConfig, mesh: Mapping[str, int], node: int = 1):
+        self.module, self.rates, self.mesh, self.node = module, rates, dict(mesh), node
 
     def kernel(self, instruction: Instruction, computation: Computation) -> Kernel:
         """Cost of an instruction that is neither a collective nor a loop."""
@@ -92,11 +94,11 @@ class CostModel:
             "all-reduce": 2 * (n - 1) / n * operand_bytes,
             "all-to-all": (n - 1) / n * operand_bytes,
         }.get(opcode, operand_bytes)
-        near = names == (axes.TENSOR,)
+        near = names == (axes.TENSOR,) or self._span(names) <= self.node
         rate, latency_us = (
             (self.rates.tensor_gbps, self.rates.tensor_latency_us) if near else (self.rates.network_gbps, self.rates.network_latency_us)
         )
-        return Collective(opcode, "+".join(names), n, moved, moved / (rate * 1e9) + latency_us * 1e-6)
+        return Collective(opcode, "+".join(names), n, moved, moved / (rate * 1e9) + latency_us * 1e-6, near)
 
     def _group(self, instruction: Instruction) -> tuple[tuple[str, ...], int]:
         """Mesh axes and size of a collective's groups."""
@@ -110,6 +112,12 @@ class CostModel:
         if not names:
             return ("none",), 1
         return names, 2 if instruction.opcode.startswith("collective-permute") else len(ranks)
+
+    def _span(self, names: Sequence[str]) -> int:
+        """Devices from the first of a group to the last, ranks being numbered with the last axis fastest."""
+        order = list(self.mesh)
+        outermost = min((order.index(name) for name in names if name in order), default=len(order))
+        return _product(list(self.mesh.values())[outermost:])
 
     def _coordinates(self, rank: int) -> tuple[int, ...]:
         place = []

@@ -262,7 +262,7 @@ LOOPS = ("warmup", "steady", "cooldown")
 
 
 def _link(cost: Collective) -> str:
-    return axes.TENSOR if cost.axis == axes.TENSOR else "network"
+    return axes.TENSOR if cost.near else "network"
 
 
 def _is_sync(start: Instruction) -> bool:

@@ -74,7 +74,7 @@ def make_report(
     """Judge a compiled module. ``result`` is the worker's."""
     mesh, system = MeshShape.of(experiment.parallel), experiment.system
     assert system.rates is not None and system.peak_tflops is not None, "checked before the compile"
-    model = CostModel(module, system.rates, mesh.by_axis)
+    model = CostModel(module, system.rates, mesh.by_axis, system.devices_per_node or 1)
     strict, everything = walk(model, streams, strict=True), walk(model, streams, strict=False)
     model_flops = flops_per_row(experiment.model, "causal") * experiment.train.global_batch_size / mesh.size
     return CompileReport(

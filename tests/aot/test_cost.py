@@ -4,9 +4,10 @@ import json
 
 import pytest
 
+from megascale_jax.aot.cost import CostModel
 from megascale_jax.aot.hlo import parse_module, trip_count
 from megascale_jax.config.load import load_experiment
-from tests.aot.programs import HEADER, gemm, model_of, program
+from tests.aot.programs import HEADER, MESH, RATES, done, gather, gemm, model_of, program
 
 FUSED = """%fused (p0: f32[6,1000], p1: s32[], p2: f32[1,1000]) -> f32[6,1000] {
   %p0 = f32[6,1000]{1,0} parameter(0)
@@ -114,6 +115,18 @@ def test_axis_of_a_collective_is_read_from_any_form_of_its_groups(groups, axis, 
     cost = model.collective(instruction, entry)
     assert (cost.axis, cost.group) == (axis, size)
     assert cost.bytes == pytest.approx(2 * (size - 1) / size * 1e6)
+
+
+@pytest.mark.parametrize(("node", "near"), [(1, ["tensor"]), (2, ["tensor"]), (4, ["data", "tensor"]), (8, ["pipe", "data", "tensor"])])
+def test_axes_whose_groups_lie_within_a_node_are_on_the_fast_link(node, near):
+    rates = RATES.model_copy(update={"network_gbps": 0.1})
+    for axis in MESH:
+        text = program(gather("g", axis), done("g"))
+        model = CostModel(parse_module(text), rates, MESH, node)
+        start = model.module.entry.by_name["g"]
+        cost = model.collective(start, model.module.entry)
+        assert cost.near == (axis in near)
+        assert cost.seconds == pytest.approx(1e-3 if axis in near else 1e-2, rel=1e-6)
 
 
 def test_permute_takes_its_payload_and_the_axis_of_its_pairs():
