@@ -21,7 +21,7 @@ Sums = dict[int, dict[str, tuple[jax.Array, ...]]]
 
 
 class State(NamedTuple):
-    """``weights``: compute type, ``[chunk, layer, rows, F]``; ``totals``: gradients, fp32, ``[chunk, layer, n, L]``; ``left``:
+    """``weights``: compute type, ``[chunk, layer, rows, F]``; ``totals``: gradients, fp32, the same; ``left``:
     this rank's shards of the summed gradients, fp32 ``[chunk, layer, L]``."""
 
     weights: Shards
@@ -48,7 +48,7 @@ class Windows:
 
     def start(self, shards: Shards) -> State:
         """Chunk 0's weights gathered, all else empty."""
-        _, layers, ways = self._counts
+        layers = self._counts[1]
         weights: Shards = {}
         for group, shard in shards.items():
             first = [self.zero.gather_flat(shard[0, depth]).reshape(1, 1, self._rows, -1) for depth in range(layers)]
@@ -56,7 +56,7 @@ class Windows:
             for depth, value in enumerate(first):
                 stack = jax.lax.dynamic_update_slice(stack, value, (0, depth, 0, 0))
             weights[group] = stack
-        totals = {group: jnp.zeros((*shard.shape[:2], ways, shard.shape[2]), jnp.float32) for group, shard in shards.items()}
+        totals = {group: jnp.zeros(stack.shape, jnp.float32) for group, stack in weights.items()}
         return State(weights, totals, {group: jnp.zeros(shard.shape, jnp.float32) for group, shard in shards.items()})
 
     def empty_arriving(self, shards: Shards) -> Shards:
@@ -105,7 +105,8 @@ class Windows:
         """All shards that have left, with chunk 0, which leaves now."""
         left: Shards = {}
         for group, shards in state.left.items():
-            first = [self.zero.scatter_flat(state.totals[group][0, depth]) for depth in range(self._counts[1])]
+            ways = self._counts[2]
+            first = [self.zero.scatter_flat(state.totals[group][0, depth].reshape(ways, -1)) for depth in range(self._counts[1])]
             left[group] = put(shards, jnp.stack(first), jnp.int32(0))
         return left
 
@@ -128,7 +129,7 @@ class Windows:
         return tuple(jnp.zeros((rows, width), jnp.float32) for width in self.part_widths(number, matrix))
 
     def _added(self, totals: Shards, sums: Sums, chunk: jax.Array) -> Shards:
-        result = {group: total.reshape(*total.shape[:2], self._rows, -1) for group, total in totals.items()}
+        result = dict(totals)
         for number, branch in enumerate(self.chunks.branches):
             depth = number // self.chunks.branches_per_layer
             for matrix, group in (("in", branch.w_in), ("out", branch.w_out)):
@@ -136,7 +137,7 @@ class Windows:
                 for half in sums[number][matrix]:
                     result[group] = add_at(result[group], chunk, depth, half, column)
                     column += half.shape[1]
-        return {group: value.reshape(totals[group].shape) for group, value in result.items()}
+        return result
 
     def _joined(self, group: str, moved: dict[str, jax.Array]) -> jax.Array:
         """A chunk's shards ``[layer, L]`` from the pieces of a window, by the name of the value that they are."""

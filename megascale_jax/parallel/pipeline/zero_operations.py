@@ -34,6 +34,7 @@ class ZeroOperations(TickState):
         """This rank's sum of a piece of the gradients that leave, ``[length]``."""
         piece, group, depth = self._piece(name)
         total = self.constants.totals[group]
+        total = total.reshape(*total.shape[:2], -1, self.constants.shards[group].shape[2])
         start, length = piece_range(piece, part, self.chunks.stages, total.shape[-1])
         origin, sizes = (self.column("scatter_chunk"), jnp.int32(depth), jnp.int32(0), start), (1, 1, total.shape[2], length)
         return ZeroSharding.scatter_flat(jax.lax.dynamic_slice(total, origin, sizes, allow_negative_indices=False)[0, 0])
