@@ -28,6 +28,8 @@ PLANS: dict[str, tuple[str, str]] = {
     "gpt-175b-full-remat_h100_12288": ("full remat, 12,288 H100", "gpt-175b parallel.remat=full --target h100 --nodes 1536"),
     "gpt-175b-serial_h100_12288": ("serial block, 12,288 H100", "gpt-175b model.block=serial --target h100 --nodes 1536"),
     "gpt-530b_h100_11200": ("gpt-530b, 11,200 H100", "gpt-530b --target h100 --nodes 1400"),
+    "gpt-13b_h100_64": ("gpt-13b, 64 H100, no pipeline", "gpt-13b --target h100 --nodes 8"),
+    "gpt-1b_h100_8": ("gpt-1b, 8 H100, data parallel only", "gpt-1b --target h100 --nodes 1"),
     "gpt-175b-m16_h100_12288": ("16 micro-batches (batch 3,072)", "gpt-175b train.global_batch_size=3072 --target h100 --nodes 1536"),
     "gpt-175b-m64_h100_12288": ("64 micro-batches (batch 12,288)", "gpt-175b train.global_batch_size=12288 --target h100 --nodes 1536"),
 }

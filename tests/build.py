@@ -24,7 +24,7 @@ MODEL: dict[str, Any] = {
     "mlp_size": 40,
     "vocab_size": 61,
     "sequence_length": 16,
-    "window": (1, 3, 99, "full"),
+    "window": (3, "full"),
     "initializer_std": 0.2,
 }
 

@@ -60,7 +60,7 @@ def _run_worker(folder: Path) -> None:
             command, env=environment | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=LIMIT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise CompileError(f"the compiler did not end within {LIMIT_S} s; try fewer layers a chunk (parallel.virtual_stages)") from error
+        raise CompileError(f"the compiler did not end within {LIMIT_S} s; try shallower chunks (parallel.virtual_stages=null)") from error
     if done.returncode:
         raise CompileError(f"the compiler {_end_of(done.returncode)}: {_last_words(done.stderr)}")
 

@@ -15,7 +15,7 @@ _FORWARD_HUE, _BACKWARD_HUE, _TEXT, _MUTED = 203, 18, "#212529", "#6c757d"
 def schedule_text(schedule: Schedule, width: int = 100, max_ticks: int | None = None) -> str:
     """The schedule as text, cut into blocks of at most ``width`` columns; the first ``max_ticks`` ticks, default all."""
     ticks = min(max_ticks or schedule.ticks, schedule.ticks)
-    cell = len(str(schedule.micro_batches - 1)) + 2
+    cell = len(_label(Unit(schedule.micro_batches - 1, schedule.virtual_stages - 1, 0))) + 1
     across = max((width - 10) // cell, 1)
     blocks = []
     for start in range(0, ticks, across):
@@ -75,11 +75,13 @@ def _parts_of(schedule: Schedule) -> list[tuple[str, int, int]]:
 
 
 def _label(unit: Unit | None) -> str:
-    return "." if unit is None else f"{unit.micro_batch}{_letter(unit.chunk)}"
+    return "." if unit is None else f"{unit.micro_batch}{_letters(unit.chunk)}"
 
 
-def _letter(chunk: int) -> str:
-    return chr(ord("a") + chunk % 26)
+def _letters(chunk: int) -> str:
+    """a to z, then aa, ab, ..."""
+    more, last = divmod(chunk, 26)
+    return (_letters(more - 1) if more else "") + chr(ord("a") + last)
 
 
 def _cell(unit: Unit | None, x: int, y: int, hue: int, chunks: int) -> str:

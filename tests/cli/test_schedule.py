@@ -46,6 +46,11 @@ def test_text_is_cut_into_blocks_and_shows_idle_slots():
     assert text.splitlines()[:3] == ["tick        0  1  2  3", "stage 0  F 0a 1a  .  .", "         B  .  . 0a 1a"]
 
 
+def test_chunks_beyond_the_alphabet_have_letters_of_their_own():
+    text = schedule_text(Schedule(1, 28, 1, 0), width=130)
+    assert "  0y  0z 0aa 0ab" in text
+
+
 def test_picture_has_a_cell_for_every_slot_of_every_stage():
     schedule = Schedule(4, 2, 8, 1)
     picture = schedule_svg(schedule, "<heading>")

@@ -3,7 +3,8 @@ tick a `TickPlan`. One stage is a pipeline too: it goes through its chunks tick 
 
 What changes in every tick is carried through it (`_tick`): inputs, stash, the sums of a window. What changes where a window
 ends (`windows.py`) lies around the ticks: weights that have arrived, totals of the gradients, shards that have left. So no
-tick both reads and writes the large arrays, and XLA copies none of them.
+tick both reads and writes the large arrays, and XLA copies none of them. Where a window is a single tick, its writes hang on
+its reads (`behind`).
 """
 
 from collections.abc import Callable
