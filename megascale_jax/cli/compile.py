@@ -13,7 +13,7 @@ from rich.text import Text
 from megascale_jax.aot.compile import check_compile, compile_experiment
 from megascale_jax.aot.report import CompileReport, scaled
 from megascale_jax.aot.targets import TARGETS
-from megascale_jax.config.layout import MeshShape
+from megascale_jax.config.layout import MeshShape, advice_on_depth
 from megascale_jax.config.load import load_experiment
 from megascale_jax.config.schema import Experiment
 from megascale_jax.errors import ConfigError, UsageError
@@ -53,6 +53,8 @@ def compile_step(
         check_compile(plan)
     console, reports = Console(), []
     for plan in plans:
+        if advice := advice_on_depth(plan.model, plan.parallel):
+            console.print(Text(advice, style="yellow"), soft_wrap=True)
         assert plan.system.rates is not None, "check_compile has seen them"
         plan = plan.model_copy(update={"system": plan.system.model_copy(update={"rates": scaled(plan.system.rates, links)})})
         with (

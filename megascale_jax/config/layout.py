@@ -49,6 +49,25 @@ def virtual_stages_of(model: ModelConfig, parallel: ParallelConfig) -> int:
     return parallel.virtual_stages or most_chunks(model.windows, parallel.pipe, parallel.layers)
 
 
+LAYERS_IN_REASON = 4
+"""Layers of a chunk up to which a compile takes no more than a minute or two: a tick holds all of them, one after the other."""
+
+
+def advice_on_depth(model: ModelConfig, parallel: ParallelConfig) -> str | None:
+    """A line for whoever waits for the compile of a deep chunk, with what would be quicker if anything is."""
+    depth = place_layers(model.num_layers, parallel.pipe, virtual_stages_of(model, parallel), parallel.layers).depth
+    if depth <= LAYERS_IN_REASON:
+        return None
+    most = most_chunks(model.windows, parallel.pipe)
+    shallowest = -(-model.num_layers // (parallel.pipe * most))
+    better = (
+        f"parallel.virtual_stages={most} makes chunks of {shallowest}, which also keep fewer residuals"
+        if shallowest < depth
+        else f"a model.window pattern shorter than {depth} layers would make them shallower"
+    )
+    return f"chunks of {depth} layers take long to compile, a minute for each two or more; {better}"
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where the layers and the padded dims of a model lie on a mesh.
