@@ -6,4 +6,5 @@ LLVM optimises nothing: tests run tiny programs once, so compiling is what they 
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("PJRT_NPROC", "64")  # threads for devices that wait in several collectives
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0")

@@ -111,8 +111,14 @@ def start(system: SystemConfig, num_devices: int, processes: Processes) -> None:
         raise UsageError(_no_device(platform, f"only {found}"))
 
 
+CPU_THREADS_PER_DEVICE = 8
+"""More than the collectives that one device may wait in at a time."""
+
+
 def _prepare_cpu(local_devices: int) -> None:
     """Virtual CPU devices of this process; a JAX that runs already (a notebook) must have enough of them."""
+    # a device that waits in a collective holds a thread: with as many threads as devices, two orders of messages end in a deadlock
+    os.environ.setdefault("PJRT_NPROC", str(CPU_THREADS_PER_DEVICE * local_devices))
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_cpu_collective_timeout_seconds" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_collective_timeout_seconds={CPU_COLLECTIVE_TIMEOUT_S}".strip()
