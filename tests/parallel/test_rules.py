@@ -25,9 +25,9 @@ def test_one_axis_for_two_dims_is_refused():
 def test_layer_parameter_is_stacked_and_split_over_all_axes():
     config = experiment(4, 2)
     array = array_layout(parameter_specs(config.model)["q"], layout_of(config))
-    assert array.shape == (1, 1, 4, 36, 8, 4)
+    assert array.shape == (1, 2, 2, 36, 8, 4), "two chunks of the window pattern's two layers"
     assert array.partition == P(("pipe",), None, None, ("data",), ("tensor",), None)
-    assert array.local_shape({"pipe": 1, "data": 4, "tensor": 2}) == (1, 1, 4, 9, 4, 4)
+    assert array.local_shape({"pipe": 1, "data": 4, "tensor": 2}) == (1, 2, 2, 9, 4, 4)
 
 
 def test_vocabulary_and_width_are_padded_to_what_splits_them():
