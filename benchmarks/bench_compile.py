@@ -92,7 +92,7 @@ def _cells(title: str, report: dict[str, Any]) -> list[str]:
         f"{report['modelled_mfu']:.1%}".replace("%", " %"),
         f"{report['executed_over_model_flops']:.3f}",
         "-" if tick is None else f"{tick:.2f}",
-        *(f"{report['hidden_fraction'][part]:.3f}" for part in PARTS),
+        *("-" if (hidden := report["hidden_fraction"][part]) is None else f"{hidden:.3f}" for part in PARTS),
     ]
 
 
