@@ -26,6 +26,7 @@ from peer_maxtext import peer_steps
 from rich.console import Console
 from step_report import birth_certificate, summary, table, write_markdown
 
+from megascale_jax.comm.init import CPU_THREADS_PER_DEVICE
 from megascale_jax.config.load import load_experiment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -124,6 +125,7 @@ def worker(devices: int) -> Iterator[Any]:
     """A worker process; what comes out sends one line and yields the replies to it."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
+        "PJRT_NPROC": str(CPU_THREADS_PER_DEVICE * devices),
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "PYTHONPATH": str(ROOT),
     }

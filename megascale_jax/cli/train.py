@@ -40,7 +40,7 @@ def train(
     resolved = load_experiment(experiment, overrides or [])
     # JAX is imported from here on, after everything that can be refused without it.
     from megascale_jax.comm.init import Processes, cache_folder, check_platform, start
-    from megascale_jax.config.layout import MeshShape, advice_on_depth
+    from megascale_jax.config.layout import MeshShape
     from megascale_jax.data.pipeline import open_prepared
     from megascale_jax.data.select import prepare_if_missing
     from megascale_jax.train.folder import RunFolder
@@ -62,8 +62,6 @@ def train(
     model = resolved.model
     data_folder = prepare_if_missing(resolved.train.data, model.sequence_length, cache_folder() / "data", processes.index == 0)
     prepared = open_prepared(data_folder, sequence_length=model.sequence_length, vocab_size=model.vocab_size)
-    if processes.index == 0 and (advice := advice_on_depth(model, resolved.parallel)):
-        console.print(Text(advice, style="yellow"), soft_wrap=True)
     start(resolved.system, MeshShape.of(resolved.parallel).size, processes)
     from megascale_jax.train.loop import Trainer
     from megascale_jax.train.stop import StopRequest
@@ -88,6 +86,7 @@ def train(
 
 
 def _show_start(console: Console, experiment: "Experiment", folder: "RunFolder", peak: float) -> None:
+    from megascale_jax.config.layout import advice_on_depth
     from megascale_jax.model.flops import count_parameters
 
     parallel, batch = experiment.parallel, experiment.train.global_batch_size
@@ -100,6 +99,8 @@ def _show_start(console: Console, experiment: "Experiment", folder: "RunFolder",
         ),
         soft_wrap=True,
     )
+    if advice := advice_on_depth(experiment.model, parallel):
+        console.print(Text(advice, style="yellow"), soft_wrap=True)
 
 
 def _show_end(console: Console, experiment: "Experiment", folder: "RunFolder", outcome: "Outcome", command: str, processes: int) -> None:

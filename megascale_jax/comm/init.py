@@ -18,6 +18,8 @@ from megascale_jax.config.schema import SystemConfig
 from megascale_jax.errors import UsageError
 
 START_TIMEOUT_S = 120
+CPU_THREADS_PER_DEVICE = 8
+"""More than the collectives that one device may wait in at a time."""
 CPU_COLLECTIVE_TIMEOUT_S = 300
 CACHED_COMPILE_S = 0.1
 """Programs that took longer to compile than this are kept for the next start."""
@@ -109,10 +111,6 @@ def start(system: SystemConfig, num_devices: int, processes: Processes) -> None:
     found = jax.default_backend()
     if found != platform:
         raise UsageError(_no_device(platform, f"only {found}"))
-
-
-CPU_THREADS_PER_DEVICE = 8
-"""More than the collectives that one device may wait in at a time."""
 
 
 def _prepare_cpu(local_devices: int) -> None:

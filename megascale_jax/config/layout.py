@@ -60,12 +60,13 @@ def advice_on_depth(model: ModelConfig, parallel: ParallelConfig) -> str | None:
         return None
     most = most_chunks(model.windows, parallel.pipe)
     shallowest = -(-model.num_layers // (parallel.pipe * most))
-    better = (
-        f"parallel.virtual_stages={most} makes chunks of {shallowest}, which also keep fewer residuals"
-        if shallowest < depth
-        else f"a model.window pattern shorter than {depth} layers would make them shallower"
-    )
-    return f"chunks of {depth} layers take long to compile, a minute for each two or more; {better}"
+    if parallel.layers is not None:
+        better = "list more virtual stages of fewer layers in parallel.layers"
+    elif shallowest < depth:
+        better = f"parallel.virtual_stages={most} makes chunks of {shallowest}, which also keep fewer residuals"
+    else:
+        better = f"a model.window pattern shorter than {depth} layers would make them shallower"
+    return f"chunks of {depth} layers take long to compile, and longer than their depth says; {better}"
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ _ACTIVATION = {"gelu": reference_gelu.gelu, "swiglu": reference_gelu.swiglu}
 class Operators:
     """The operators that a model is built with; signatures as in each ``kernels/*/reference.py``."""
 
-    attention: Callable[..., jax.Array]
     attention_forward: Callable[..., tuple[jax.Array, Any]]
     attention_backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
     norm: Callable[..., jax.Array]
@@ -56,7 +55,6 @@ def select(model: ModelConfig, system: SystemConfig) -> Operators:
     module = _ATTENTION[chosen]
     limit = {"max_documents": system.kernels.max_documents} if chosen == "cudnn" else {}
     return Operators(
-        partial(module.attention, **limit),
         partial(module.forward, **limit),
         partial(module.backward, **limit),
         _NORM[model.norm],

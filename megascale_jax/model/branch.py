@@ -16,7 +16,7 @@ Tokens lie in the order of the text, or in a `TokenOrder`; what attention saves 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import jax
@@ -79,10 +79,16 @@ class Branch:
         """Whether the feed-forward layer is in this branch."""
         return "up" in self.groups[self.w_in].members
 
+    @property
+    def halved_order(self) -> TokenOrder:
+        """The order of tokens that lie in halves."""
+        assert self.order is not None and self.order.halves == 2, "only tokens that lie in halves can be run in halves"
+        return self.order
+
     def apply(self, weights: Weights, x_BsD: jax.Array, rows: Rows, communication: Communication) -> jax.Array:
         """The whole branch, without dropout."""
         y_BSF = self.add_bias_in(weights, communication.all_gather_matmul(self.norm(weights, x_BsD), weights[self.w_in]))
-        o_BsD = communication.matmul_reduce_scatter(self.middle(y_BSF, rows), weights[self.w_out])
+        o_BsD = communication.matmul_reduce_scatter(self.middle_forward(y_BSF, rows)[0], weights[self.w_out])
         return self.finish(weights, x_BsD, o_BsD, None)
 
     def norm(self, weights: Weights, x_BsD: jax.Array) -> jax.Array:
@@ -99,19 +105,8 @@ class Branch:
         whole = [parts.get(f"{name}_bias", jnp.zeros(self.columns[name], y_BSF.dtype)) for name in members]
         return y_BSF + jnp.concatenate(whole).astype(y_BSF.dtype)
 
-    def middle(self, y_BSF: jax.Array, rows: Rows) -> jax.Array:
-        """Attention and nonlinearity, side by side: the input of the output GEMM."""
-        parts = self._split(y_BSF)
-        results = []
-        if self.attends:
-            q, k, v = self._heads(parts["q"], parts["k"], parts["v"], rows)
-            results.append(merge_heads(self.operators.attention(q, k, v, rows.segment_ids_BS, window=self.window)))
-        if self.activates:
-            results.append(self.operators.activation(parts["up"], parts.get("gate")))
-        return jnp.concatenate(results, -1)
-
     def middle_forward(self, y_BSF: jax.Array, rows: Rows) -> tuple[jax.Array, Saved]:
-        """`middle`, and what its backward pass needs besides ``y``."""
+        """Attention and nonlinearity, side by side: the input of the output GEMM; and what the backward pass needs besides ``y``."""
         parts = self._split(y_BSF)
         results, saved = [], ()
         if self.attends:
@@ -123,22 +118,28 @@ class Branch:
             results.append(self.operators.activation(parts["up"], parts.get("gate")))
         return jnp.concatenate(results, -1), saved
 
+    def first_half_forward(self, y_BSF: jax.Array, rows: Rows) -> jax.Array:
+        """`middle_forward` of the first half of the sequence, which sees no token of the second; ``rows`` of both."""
+        order = self.halved_order
+        first = Rows(order.first_half(rows.positions_BS), order.first_half(rows.segment_ids_BS))
+        return replace(self, order=order.of_half).middle_forward(y_BSF, first)[0]
+
     def second_half_forward(self, y_first_BSF: jax.Array, y_BSF: jax.Array, rows: Rows) -> tuple[jax.Array, Saved]:
-        """`middle_forward` of the second half of the sequence, given ``y`` of both; ``rows`` is in the order of the text.
+        """`middle_forward` of the second half of the sequence, given ``y`` and ``rows`` of both.
 
         What attention saves is that of the whole sequence: its queries are few beside its keys, and nothing else is run twice.
         """
         parts = self._split(y_BSF)
         results, saved = [], ()
         if self.attends:
-            first, order = self._split(y_first_BSF), self._order_of_half
+            first, order = self._split(y_first_BSF), self.halved_order.of_half
             q, k, v = split_heads(
                 tuple(jnp.concatenate([order.to_text(first[name]), order.to_text(parts[name])], 1) for name in "qkv"),  # type: ignore[arg-type]
-                rows.positions_BS,
+                self._to_text(rows.positions_BS),
                 head_dim=self.model.head_dim,
                 rotary_base=self._rotary_base,
             )
-            out, lse = self.operators.attention_forward(q, k, v, rows.segment_ids_BS, window=self.window)
+            out, lse = self.operators.attention_forward(q, k, v, self._to_text(rows.segment_ids_BS), window=self.window)
             saved = (merge_heads(out), lse)
             results.append(order.from_text(saved[0][:, saved[0].shape[1] // 2 :]))
         if self.activates:
@@ -199,11 +200,6 @@ class Branch:
 
     def _from_text(self, x: jax.Array) -> jax.Array:
         return self.order.from_text(x) if self.order else x
-
-    @property
-    def _order_of_half(self) -> TokenOrder:
-        assert self.order is not None and self.order.halves == 2, "only tokens that lie in halves can be run in halves"
-        return self.order.of_half
 
     def _split(self, y_BSF: jax.Array) -> dict[str, jax.Array]:
         return dict(zip(self.groups[self.w_in].members, self._cut(y_BSF, self.groups[self.w_in]), strict=True))

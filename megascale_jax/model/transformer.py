@@ -23,7 +23,7 @@ from megascale_jax.model.communication import Communication, OneDevice
 from megascale_jax.model.parameters import end_groups, parameter_specs
 
 UNROLLED_LAYERS = 8
-"""A chunk of more layers than this is a scan over repetitions of the window pattern, where those divide the layers."""
+"""More layers than this are a scan over repetitions of the window pattern, where those divide the layers."""
 
 Weights = Mapping[str, Any]
 

@@ -1,5 +1,8 @@
 """What the launcher's variables mean, and what a wrong one gets."""
 
+import os
+
+import jax
 import pytest
 
 from megascale_jax.comm import init
@@ -63,3 +66,15 @@ def test_all_local_devices_belong_to_the_process_when_a_cluster_is_around(monkey
     monkeypatch.setattr(init.jax.distributed, "initialize", lambda *_, **options: seen.update(options))
     init.start(CPU, 4, Processes(2, 1, "127.0.0.1:1"))
     assert seen["cluster_detection_method"] == "deactivate" and seen["initialization_timeout"] == init.START_TIMEOUT_S
+
+
+def test_cpu_devices_have_threads_to_wait_in(monkeypatch):
+    """A device that waits in a collective holds a thread; with too few, two orders of messages end in a deadlock."""
+    for name in ("PJRT_NPROC", "XLA_FLAGS"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.delenv("PJRT_NPROC")
+    init._prepare_cpu(len(jax.local_devices()))
+    assert int(os.environ["PJRT_NPROC"]) >= 4 * len(jax.local_devices())
+    monkeypatch.setenv("PJRT_NPROC", "3")
+    init._prepare_cpu(len(jax.local_devices()))
+    assert os.environ["PJRT_NPROC"] == "3", "what the user has set stays"

@@ -36,7 +36,7 @@ def test_explicit_operator_that_cannot_run_on_the_target_is_refused():
 
 def test_operator_follows_the_target_and_not_this_host():
     gpu = SystemConfig(platform="gpu", device="H100")
-    chosen: list[Any] = [select(experiment().model, system).attention for system in (gpu, experiment().system)]
+    chosen: list[Any] = [select(experiment().model, system).attention_forward for system in (gpu, experiment().system)]
     assert [attention.func.__module__.rsplit(".", 1)[1] for attention in chosen] == ["cudnn", "reference"]
 
 

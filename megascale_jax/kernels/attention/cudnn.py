@@ -13,34 +13,11 @@ import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 
-def attention(
-    q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segment_ids_BS: jax.Array, *, window: int | None, max_documents: int
-) -> jax.Array:
-    """Same contract as the reference; padding (segment 0) must end a row."""
-
-    options: dict[str, Any] = {"window": window, "max_documents": max_documents}
-
-    # segments are an argument: inside a scan they are traced, and a closure over them does not lower
-    @jax.custom_vjp
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
-        return forward(q, k, v, segments, **options)[0]
-
-    def attend_forward(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> tuple[jax.Array, Any]:
-        out, lse = forward(q, k, v, segments, **options)
-        return out, (q, k, v, segments, out, lse)
-
-    def attend_backward(residuals: Any, d_out: jax.Array) -> tuple[Any, ...]:
-        q, k, v, segments, out, lse = residuals
-        return (*backward(q, k, v, segments, out, lse, d_out, **options), None)
-
-    attend.defvjp(attend_forward, attend_backward)
-    return attend(q_BSHK, k_BTGK, v_BTGK, segment_ids_BS)
-
-
 def forward(
     q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segment_ids_BS: jax.Array, *, window: int | None, max_documents: int
 ) -> tuple[jax.Array, jax.Array]:
-    """`attention` and the log-sum-exp of every query, fp32 ``[B, H, S]``; packed: ``[B * max_documents, H, S]``, mostly unused."""
+    """Same contract as the reference; padding (segment 0) must end a row. The log-sum-exp of every query is fp32 ``[B, H, S]``;
+    packed: ``[B * max_documents, H, S]``, mostly unused."""
     out, lse = cudnn._dot_product_attention_fwd_p_wrapper.bind(
         *_operands(q_BSHK, k_BTGK, v_BTGK, segment_ids_BS, max_documents), is_training=True, **_options(q_BSHK, window, max_documents)
     )

@@ -1,13 +1,11 @@
 """Operations of a forward pass in halves of the sequence: slots ``a``, ``b`` and T. A rank's own tokens are its part of ``a``,
 then that of ``b`` (`TokenOrder`)."""
 
-from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from megascale_jax.model.branch import Rows
 from megascale_jax.parallel.pipeline.branch_operations import BranchOperations
 from megascale_jax.parallel.pipeline.shape import INPUT_CUT, TILE
 from megascale_jax.parallel.pipeline.tick_state import Place, cut_columns
@@ -32,22 +30,18 @@ class HalfOperations(BranchOperations):
 
     def first_middle(self, place: Place, number: int, y_BSF: jax.Array) -> jax.Array:
         """Attention and nonlinearity of the first half, which sees no token of the second."""
-        rows, order = self._rows(place), self.chunks.order
-        first = Rows(order.first_half(rows.positions_BS), order.first_half(rows.segment_ids_BS))
-        return replace(self._branch(number), order=order.of_half).middle_forward(y_BSF, first)[0]
+        return self._branch(number).first_half_forward(y_BSF, self._rows(place))
 
     def second_middle(self, place: Place, number: int, y_first_BSF: jax.Array, y_BSF: jax.Array) -> tuple[jax.Array, Any]:
         """The same of the second half; what attention saves is that of both."""
-        rows, order = self._rows(place), self.chunks.order
-        text = Rows(order.to_text(rows.positions_BS), order.to_text(rows.segment_ids_BS))
-        return self._branch(number).second_half_forward(y_first_BSF, y_BSF, text)
+        return self._branch(number).second_half_forward(y_first_BSF, y_BSF, self._rows(place))
 
     def both_store(self, place: Place, number: int, *kept: Any) -> None:
         """Put both halves' residuals into this unit's slot, as a whole pass would have put them."""
         x_BsD = jnp.concatenate(kept[:2], 1)
         if len(kept) == 2:
             return self.store(place, number, x_BsD)
-        return self.store(place, number, x_BsD, self.chunks.order.joined(*kept[2:4]), kept[4])
+        return self.store(place, number, x_BsD, self._branch(number).halved_order.joined(*kept[2:4]), kept[4])
 
     def tail_finish(self, x_BsD: jax.Array, o_BsD: jax.Array) -> jax.Array:
         """The second half of the last tick's output."""

@@ -154,7 +154,7 @@ class Pipeline:
 
     def _chunks(self, shape: TickShape) -> Chunks:
         per_layer = len(self.branches) // self.layout.layers_per_chunk
-        return Chunks(self.transformer, self.branches, per_layer, self.layout.mesh.pipe, shape, self.order)
+        return Chunks(self.transformer, self.branches, per_layer, self.layout.mesh.pipe, shape)
 
     def _stored(self, batch: Batch) -> Batch:
         """The batch with its tokens in the order of activations, ``[m, 1, B S]``."""
@@ -243,9 +243,11 @@ class Pipeline:
         return stash
 
     def _empty_rings(self, slots: int, windows: Windows, batch: Batch, like: jax.ShapeDtypeStruct) -> dict[int, Any]:
-        """Zeros for what `Tick.keep` keeps."""
+        """Zeros for what `Tick.keep` keeps: nothing where weight gradients do not wait."""
         rings: dict[int, Any] = {}
-        for number in range(len(self.branches) if self.shape.turns else 0):
+        if not self.shape.turns:
+            return rings
+        for number in range(len(self.branches)):
             whole = (like.shape[0], batch["tokens"].shape[2])
             widths = {} if self.shape.ring else {"G": like.shape[2]}
             for name, matrix in (("z", "out"), ("dy", "in")):

@@ -22,8 +22,8 @@ same unit, ``s + 1`` ticks after the backward pass on stage ``s``:
 
 A single stage waits for nobody: it computes them in the tick of the backward pass. The ``p`` units of one chunk then are a *window*
 of ``p`` ticks that begins and ends on all stages at once: their gradients add up in one place in memory that no stage has to look
-up. ZeRO-2 moves in windows as well: weights of chunk ``c`` arrive in
-window ``c - 1`` of the warm-up, the gradients of a chunk leave in the window after its last one.
+up. ZeRO-2 moves in windows as well: weights of chunk ``c`` arrive in window ``c - 1`` of the warm-up, the gradients of a chunk
+leave in the window after its last one.
 """
 
 from dataclasses import dataclass, fields, replace

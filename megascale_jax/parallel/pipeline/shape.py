@@ -18,8 +18,8 @@ class TickShape:
     two, branch and ``in`` or ``out``: each half still covers a message, so that there are more kernels to hide messages under.
     ``turns``: a slot stays with a chunk for some ticks, so weights are copied where it turns to another, and weight gradients
     wait for a common tick and have a place of their own to add up in; without, weights are looked up and gradients added in
-    every tick. ``split``: the forward pass runs in halves of the
-    sequence as long as there are no weight gradients. ``ring``: products do their own communication.
+    every tick. ``split``: the forward pass runs in halves of the sequence as long as there are no weight gradients. ``ring``:
+    products do their own communication.
     """
 
     branches: int

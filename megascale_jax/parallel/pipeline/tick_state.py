@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from megascale_jax import axes
 from megascale_jax.model.branch import Branch
 from megascale_jax.model.communication import OneDevice
-from megascale_jax.model.order import TokenOrder
 from megascale_jax.model.transformer import Transformer
 from megascale_jax.parallel.pipeline.pieces import Piece, zero_pieces
 from megascale_jax.parallel.pipeline.shape import TickShape
@@ -36,7 +35,6 @@ class Chunks:
     branches_per_layer: int
     stages: int
     shape: TickShape
-    order: TokenOrder
 
     @cached_property
     def pieces(self) -> Mapping[str, Piece]:

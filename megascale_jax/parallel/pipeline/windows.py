@@ -48,10 +48,9 @@ class Windows:
 
     def start(self, shards: Shards) -> State:
         """Chunk 0's weights gathered, all else empty."""
-        layers = self._counts[1]
         weights: Shards = {}
         for group, shard in shards.items():
-            first = [self.zero.gather_flat(shard[0, depth]).reshape(1, 1, self._rows, -1) for depth in range(layers)]
+            first = [self.zero.gather_flat(shard[0, depth]).reshape(1, 1, self._rows, -1) for depth in range(shard.shape[1])]
             stack = jnp.zeros((*shard.shape[:2], *first[0].shape[2:]), shard.dtype)
             for depth, value in enumerate(first):
                 stack = jax.lax.dynamic_update_slice(stack, value, (0, depth, 0, 0))
@@ -95,8 +94,8 @@ class Windows:
             left = {group: put(stack, self._joined(group, moved), columns("scatter_chunk")) for group, stack in state.left.items()}
             state = state._replace(left=left)
         if kind.weight_gradients:
-            # pieces that leave are cut out of the totals in the same tick where a window is no longer
-            chunk = columns("weight_chunk") if self.chunks.shape.turns else behind(columns("weight_chunk"), *moved.values())
+            # behind the pieces that left, which were cut out of the totals
+            chunk = behind(columns("weight_chunk"), *moved.values())
             state = state._replace(totals=self._added(state.totals, held["sums"], chunk))
             held["sums"] = self.empty_sums()
         return held, state
@@ -104,9 +103,9 @@ class Windows:
     def finish(self, state: State) -> Shards:
         """All shards that have left, with chunk 0, which leaves now."""
         left: Shards = {}
+        _, layers, ways = self._counts
         for group, shards in state.left.items():
-            ways = self._counts[2]
-            first = [self.zero.scatter_flat(state.totals[group][0, depth].reshape(ways, -1)) for depth in range(self._counts[1])]
+            first = [self.zero.scatter_flat(state.totals[group][0, depth].reshape(ways, -1)) for depth in range(layers)]
             left[group] = put(shards, jnp.stack(first), jnp.int32(0))
         return left
 
