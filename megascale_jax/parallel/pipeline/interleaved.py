@@ -70,8 +70,7 @@ class Pipeline:
         return Schedule(self.layout.mesh.pipe, self.layout.virtual_stages, micro_batches, delay)
 
     def loss(self, params: Shards, batch: Batch) -> jax.Array:
-        """Sum of the negative log-likelihoods of this rank's rows, nats: a forward pass in ``m v + p - 1`` ticks, all weights
-        gathered before."""
+        """Summed negative log-likelihoods of this rank's rows, nats: ``m v + p - 1`` ticks forward, all weights gathered before."""
         schedule, batch = self.schedule(batch["tokens"].shape[0], 0), self._stored(batch)
         shape = replace(self.shape, recompute=False, backward_delay=0, turns=False, split=False)
         chunks, weights = self._chunks(shape), self.zero.gather(params)
