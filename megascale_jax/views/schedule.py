@@ -4,6 +4,7 @@ A cell is one unit: the number of its micro-batch, and its chunk as a letter (te
 slots. Reads `parallel/pipeline/schedule.py` only, so what is drawn is what the step runs.
 """
 
+from colorsys import hls_to_rgb
 from html import escape
 
 from megascale_jax.parallel.pipeline.schedule import Schedule, Unit
@@ -32,10 +33,15 @@ def schedule_text(schedule: Schedule, width: int = 100, max_ticks: int | None = 
 def schedule_summary(schedule: Schedule) -> str:
     """One line of numbers."""
     return (
-        f"{schedule.pipe} stages x {schedule.virtual_stages} chunks, {schedule.micro_batches} micro-batches: "
+        f"{_counted(schedule.pipe, 'stage')} x {_counted(schedule.virtual_stages, 'chunk')}, "
+        f"{_counted(schedule.micro_batches, 'micro-batch', 'es')}: "
         f"{schedule.warmup} warm-up + {schedule.steady} steady + {schedule.warmup} cool-down ticks, bubble {schedule.bubble:.1%}, "
         f"{schedule.slots} residual slots (GPipe: {schedule.gpipe_slots})"
     )
+
+
+def _counted(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural if number > 1 else ''}"
 
 
 def schedule_svg(schedule: Schedule, heading: str) -> str:
@@ -90,7 +96,13 @@ def _cell(unit: Unit | None, x: int, y: int, hue: int, chunks: int) -> str:
         return f'{box} fill="#f1f3f5"/>'
     lightness = 82 - round(42 * unit.chunk / max(chunks - 1, 1))
     ink = "white" if lightness < 62 else _TEXT
-    return f'{box} fill="hsl({hue} 60% {lightness}%)"/>' + _words(x + CELL_WIDTH / 2, y + 13, str(unit.micro_batch), ink)
+    return f'{box} fill="{_colour(hue, lightness)}"/>' + _words(x + CELL_WIDTH / 2, y + 13, str(unit.micro_batch), ink)
+
+
+def _colour(hue: int, lightness: int) -> str:
+    """As hexadecimal red, green and blue: not every viewer of SVG knows other notations."""
+    parts = hls_to_rgb(hue / 360, lightness / 100, 0.6)
+    return "#" + "".join(f"{round(255 * part):02x}" for part in parts)
 
 
 def _words(x: float, y: float, text: str, colour: str, more: str = "") -> str:

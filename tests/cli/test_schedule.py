@@ -32,7 +32,7 @@ def test_schedule_and_phases_are_shown_and_written(tmp_path):
 
 def test_one_stage_has_a_schedule_without_a_bubble():
     result = run("gpt-1b", "--phases")
-    assert "1 stages x 6 chunks, 8 micro-batches: 6 warm-up + 42 steady + 6 cool-down ticks, bubble 0.0%" in result.stdout
+    assert "1 stage x 6 chunks, 8 micro-batches: 6 warm-up + 42 steady + 6 cool-down ticks, bubble 0.0%" in result.stdout
     assert "end with embed backward" in result.stdout
 
 
@@ -55,4 +55,5 @@ def test_picture_has_a_cell_for_every_slot_of_every_stage():
     schedule = Schedule(4, 2, 8, 1)
     picture = schedule_svg(schedule, "<heading>")
     assert "&lt;heading&gt;" in picture
+    assert "hsl" not in picture, "a notation that many viewers paint black"
     assert picture.count("<rect") == 1 + 2 * schedule.pipe * schedule.ticks
