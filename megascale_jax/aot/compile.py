@@ -51,7 +51,7 @@ def compile_experiment(experiment: Experiment, target: str, folder: Path) -> Com
 
 
 def _run_worker(folder: Path) -> None:
-    environment = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    environment = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS", "TRITON_INTERPRET")}
     # names each pass as it begins, so that an abort can be told where it happened
     environment |= {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "hlo_pass_pipeline=1"}
     command = [sys.executable, "-m", "megascale_jax.aot.worker", str(folder)]

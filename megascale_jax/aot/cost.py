@@ -3,9 +3,11 @@
 A GEMM or an attention call takes the longer of its FLOPs over the achieved rate and its bytes over the memory's; any other
 kernel its bytes. Bytes are operands and results; an operand that a fusion only slices counts the slice, one that it updates
 in place the update, twice. Attention counts the keys a query sees (causal, inside the window), its backward pass five
-products for two. A collective takes the bytes that cross the link over its rate, plus a latency: ``(n - 1)`` shards for a
-gather, ``(n - 1) / n`` of the input for a reduce-scatter, twice that for an all-reduce, the payload for a permute. The
-``tensor`` axis stays on the fast link, and so does any other whose groups lie within a node.
+products for two; a kernel of this package counts the FLOPs that it declares, what it recomputes included, at attention's
+rate if it is one, else at that of products. A collective takes the bytes that cross the link over its rate, plus a
+latency: ``(n - 1)`` shards for a gather, ``(n - 1) / n`` of the input for a reduce-scatter, twice that for an all-
+reduce, the payload for a permute. The ``tensor`` axis stays on the fast link, and so does any other whose groups lie
+within a node.
 
 A conditional costs its dearest branch as often as it is taken: a slot of the pipeline turns to another chunk
 (`parallel/pipeline/operations.py`) once in ``pipe`` ticks, any other one counts every time.
@@ -25,6 +27,8 @@ Kind = Literal["gemm", "attention", "memory", "free"]
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id", "opt-barrier"}
 TURN = "P.turn_"
 """In the name of what a slot of the pipeline does where it turns to another chunk."""
+_ATTENTION = "/attention."
+"""In the name of an attention kernel of `megascale_jax.kernels`."""
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute", "all-to-all", "collective-broadcast")
 
 
@@ -70,7 +74,10 @@ class CostModel:
         if "fmha" in target:
             flops = _attention_flops(instruction)
             return Kernel("attention", flops, size, max(flops / (self.rates.attention_tflops * 1e12), memory_s))
-        flops = self._dot_flops(instruction, computation)
+        flops = _declared_flops(instruction)
+        if flops and _ATTENTION in (instruction.text("op_name") or ""):
+            return Kernel("attention", flops, size, max(flops / (self.rates.attention_tflops * 1e12), memory_s))
+        flops = flops or self._dot_flops(instruction, computation)
         if flops:
             return Kernel("gemm", flops, size, max(flops / (self.rates.gemm_tflops * 1e12), memory_s))
         return Kernel("memory", 0, size, memory_s)
@@ -202,6 +209,12 @@ def _attention_flops(call: Instruction) -> float:
     seen = sum(min(row + 1, window) for row in range(queries)) if "CAUSAL" in config["mask_type"] else queries * queries
     products = 5 if "Backward" in (call.text("custom_call_target") or "") else 2
     return 2.0 * products * batch * heads * seen * width
+
+
+def _declared_flops(call: Instruction) -> float:
+    """FLOPs in the cost estimate that a custom call carries; 0 where it carries none."""
+    found = re.search(r'cost_estimate_json\s*=\s*"\{[^}]*?flops\\22:\s*(\d+)', call.attributes)
+    return float(found.group(1)) if found else 0.0
 
 
 def _first_group(attributes: str) -> tuple[int, ...]:

@@ -7,12 +7,13 @@ Failure case: a rule whose own premise is broken (heads that do not divide the w
 already says so.
 """
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 
 from megascale_jax.config.difference import Difference
 from megascale_jax.config.layout import MeshShape, round_up, virtual_stages_of
 from megascale_jax.config.memory import GIB, state_bytes
-from megascale_jax.config.schema import Experiment
+from megascale_jax.config.schema import TRITON_HEAD_SIZES, Experiment
 from megascale_jax.config.stages import place_layers
 from megascale_jax.errors import ConfigError
 
@@ -140,14 +141,31 @@ def _training(experiment: Experiment) -> Iterator[str]:
 
 def _kernels(experiment: Experiment) -> Iterator[str]:
     system = experiment.system
-    if system.kernels.attention == "cudnn" and system.platform == "cpu":
-        yield "system.kernels.attention is cudnn, which needs system.platform gpu, got cpu; set system.kernels.attention=auto"
+    for operator in ("attention", "norm", "activation", "loss"):
+        chosen = getattr(system.kernels, operator)
+        if system.platform == "cpu" and (chosen == "cudnn" or (chosen == "triton" and os.environ.get("TRITON_INTERPRET") != "1")):
+            yield f"system.kernels.{operator} is {chosen}, which needs system.platform gpu, got cpu; set system.kernels.{operator}=auto"
+        if system.platform == "gpu" and chosen == "triton" and system.compute_capability is None:
+            yield f"system.kernels.{operator} is triton, compiled for a compute capability: set system.compute_capability to 80, 90 or 100"
     if system.platform == "gpu" and system.kernels.attention != "reference":
-        if experiment.train.compute_dtype != "bfloat16":
-            dtype = experiment.train.compute_dtype
-            yield f"train.compute_dtype is {dtype}, but cuDNN attention takes bfloat16; set train.compute_dtype=bfloat16"
-        if experiment.model.head_dim % 8 or experiment.model.head_dim > 256:
-            yield f"the head width {experiment.model.head_dim} is none that cuDNN attention takes: a multiple of 8, at most 256"
+        yield from _gpu_attention(experiment)
+
+
+def _gpu_attention(experiment: Experiment) -> Iterator[str]:
+    head, kernels, capability = experiment.model.head_dim, experiment.system.kernels, experiment.system.compute_capability
+    if experiment.train.compute_dtype != "bfloat16":
+        dtype = experiment.train.compute_dtype
+        yield f"train.compute_dtype is {dtype}, but attention on GPUs takes bfloat16; set train.compute_dtype=bfloat16"
+    if head % 8 or head > 256:
+        yield f"the head width {head} is none that attention on GPUs takes: a multiple of 8, at most 256"
+    elif kernels.attention == "triton" and head not in TRITON_HEAD_SIZES:
+        sizes = ", ".join(map(str, TRITON_HEAD_SIZES))
+        yield f"the head width {head} is none of those of the Triton kernels: {sizes}; set system.kernels.attention=auto"
+    if kernels.attention == "cudnn" and kernels.max_documents > 1 and capability is not None and capability < 90:
+        yield (
+            f"system.kernels.max_documents is {kernels.max_documents}, but cuDNN keeps the documents of a row apart on compute capability "
+            f"90 and later, got {capability}; set system.kernels.attention=auto, or max_documents=1 for rows of one document"
+        )
 
 
 def _memory(experiment: Experiment) -> Iterator[str]:

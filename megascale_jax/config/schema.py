@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+TRITON_HEAD_SIZES = (64, 96, 128, 192, 256)
+"""Widths of a head that the Triton kernels are proven for on GPUs."""
 Window = Positive | Literal["full"]
 
 
@@ -101,11 +103,16 @@ class ParallelConfig(Section):
 class KernelConfig(Section):
     """Implementation of each operator; ``auto`` picks the best for the target platform, anything else must run or raise."""
 
-    attention: Literal["auto", "reference", "cudnn"] = Field(default="auto", description="attention implementation")
+    attention: Literal["auto", "triton", "cudnn", "reference"] = Field(
+        default="auto", description="attention; auto: cuDNN where a query sees all, Triton inside a window and where cuDNN lacks a case"
+    )
+    norm: Literal["auto", "triton", "reference"] = Field(default="auto", description="LayerNorm and RMSNorm")
+    activation: Literal["auto", "triton", "reference"] = Field(default="auto", description="GeLU and SwiGLU")
+    loss: Literal["auto", "triton", "reference"] = Field(default="auto", description="softmax cross-entropy of the split vocabulary")
     max_documents: Positive = Field(
         default=16,
         description="documents that may share a row under cuDNN, each with room for its own log-sum-exp; 1: rows of one document "
-        "(needed below H100)",
+        "(all that cuDNN can below H100)",
     )
 
 
@@ -147,6 +154,9 @@ class SystemConfig(Section):
     device: str = Field(description="device name as vendors write it")
     devices_per_node: Positive | None = Field(default=None, description="devices of one node; null: no limit (virtual CPU devices)")
     memory_gib: Annotated[float, Field(gt=0)] | None = Field(default=None, description="memory of one device; null: not checked")
+    compute_capability: Literal[80, 90, 100] | None = Field(
+        default=None, description="compute capability of the GPUs times ten, for which Triton kernels are compiled; null: no GPU"
+    )
     peak_tflops: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="dense bf16 peak of one device, for MFU; null: a matrix product timed at start, whole host"
     )

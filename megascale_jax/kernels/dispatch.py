@@ -1,7 +1,7 @@
-"""One place where an operator's implementation is chosen, by the **target** platform.
+"""One place where the operators of a model are chosen, each by its key under ``system.kernels``, by the **target** platform.
 
-A compile for absent GPUs runs in a CPU process, so the host's backend says nothing. An explicit choice that cannot run
-on the target raises; only ``auto`` chooses.
+A compile for absent GPUs runs in a CPU process, so the host's backend says nothing. An explicit choice that cannot run on
+the target raises; only ``auto`` chooses. What ``auto`` prefers is written in each operator's ``api.py``.
 """
 
 from collections.abc import Callable
@@ -10,53 +10,56 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from megascale_jax.config.schema import ModelConfig, SystemConfig
-from megascale_jax.errors import ConfigError
-from megascale_jax.kernels.attention import cudnn as cudnn_attention
-from megascale_jax.kernels.attention import reference as reference_attention
-from megascale_jax.kernels.gelu import reference as reference_gelu
-from megascale_jax.kernels.loss import reference as reference_loss
-from megascale_jax.kernels.norm import reference as reference_norm
-
-_ATTENTION = {"reference": reference_attention, "cudnn": cudnn_attention}
-_ATTENTION_PLATFORMS = {"reference": ("cpu", "gpu"), "cudnn": ("gpu",)}
-_ATTENTION_BEST = {"cpu": "reference", "gpu": "cudnn"}
-_NORM = {"layernorm": reference_norm.layernorm, "rmsnorm": reference_norm.rmsnorm}
-_ACTIVATION = {"gelu": reference_gelu.gelu, "swiglu": reference_gelu.swiglu}
+from megascale_jax.config.schema import Experiment, ModelConfig, SystemConfig
+from megascale_jax.kernels.attention import api as attention
+from megascale_jax.kernels.gelu import api as gelu
+from megascale_jax.kernels.loss import api as loss
+from megascale_jax.kernels.norm import api as norm
+from megascale_jax.kernels.target import Target
 
 
 @dataclass(frozen=True)
 class Operators:
-    """The operators that a model is built with; signatures as in each ``kernels/*/reference.py``."""
+    """The operators that a model is built with; signatures as in each ``kernels/*/api.py`` with the choice made."""
 
     attention_forward: Callable[..., tuple[jax.Array, Any]]
     attention_backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
-    norm: Callable[..., jax.Array]
-    activation: Callable[[jax.Array, jax.Array | None], jax.Array]
-    loss_statistics: Callable[..., jax.Array] = reference_loss.local_statistics
-    loss_join: Callable[..., tuple[jax.Array, jax.Array]] = reference_loss.join_statistics
-    loss_gradient: Callable[..., jax.Array] = reference_loss.logits_gradient
+    add_norm: Callable[..., tuple[jax.Array, jax.Array]]
+    activate: Callable[..., jax.Array]
+    activate_backward: Callable[..., tuple[jax.Array, jax.Array | None, jax.Array]]
+    loss_statistics: Callable[..., jax.Array]
+    loss_join: Callable[..., tuple[jax.Array, jax.Array]]
+    loss_gradient: Callable[..., jax.Array]
 
 
 def select(model: ModelConfig, system: SystemConfig) -> Operators:
     """The operators of ``model`` for the target of ``system``.
 
-    Raises ConfigError when an explicitly chosen implementation cannot run on the target platform.
+    Raises ConfigError when an explicitly chosen implementation cannot run on the target; what depends on sizes raises when traced.
     """
-    chosen = system.kernels.attention
-    if chosen == "auto":
-        chosen = _ATTENTION_BEST[system.platform]
-    if system.platform not in _ATTENTION_PLATFORMS[chosen]:
-        raise ConfigError(
-            f"system.kernels.attention is {chosen}, which runs on {' and '.join(_ATTENTION_PLATFORMS[chosen])}, "
-            f"but system.platform is {system.platform}; use auto or reference"
-        )
-    module = _ATTENTION[chosen]
-    limit = {"max_documents": system.kernels.max_documents} if chosen == "cudnn" else {}
+    target = Target.of(system)
+
+    def bound(function: Callable, operator: str, **options: Any) -> Callable:
+        chosen = getattr(system.kernels, operator)
+        return partial(function, implementation=None if chosen == "auto" else chosen, target=target, **options)
+
     return Operators(
-        partial(module.forward, **limit),
-        partial(module.backward, **limit),
-        _NORM[model.norm],
-        _ACTIVATION[model.activation],
+        bound(attention.forward, "attention"),
+        bound(attention.backward, "attention"),
+        bound(norm.add_norm, "norm", kind=model.norm, epsilon=model.norm_epsilon),
+        bound(gelu.activate, "activation"),
+        bound(gelu.backward, "activation"),
+        bound(loss.local_statistics, "loss"),
+        loss.join_statistics,
+        bound(loss.logits_gradient, "loss"),
     )
+
+
+def attention_choices(experiment: Experiment) -> dict[int | None, str]:
+    """The attention implementation of every window of the model. Raises ConfigError where none can run."""
+    model, system, chosen = experiment.model, experiment.system, experiment.system.kernels.attention
+    dtype, implementation = jnp.dtype(experiment.train.compute_dtype), None if chosen == "auto" else chosen
+    windows = {window if window is not None and window < model.sequence_length else None for window in model.windows}
+    return {window: attention.choose(model.head_dim, dtype, window, implementation, Target.of(system)) for window in windows}

@@ -93,8 +93,12 @@ class Branch:
 
     def norm(self, weights: Weights, x_BsD: jax.Array) -> jax.Array:
         """The branch's own norm."""
+        return self.fork(weights, x_BsD)[1]
+
+    def fork(self, weights: Weights, x_BsD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What goes past the branch, and its norm, which goes into it; so that one kernel joins their gradients."""
         scale, bias = (self._vector(weights, f"{self.norm_prefix}norm_{part}") for part in ("scale", "bias"))
-        return self.operators.norm(x_BsD, scale, bias, epsilon=self.model.norm_epsilon)
+        return self.operators.add_norm(x_BsD, None, scale, bias)
 
     def add_bias_in(self, weights: Weights, y_BSF: jax.Array) -> jax.Array:
         """``y`` with the input biases, which are laid in the order of the projections they belong to."""
@@ -115,7 +119,7 @@ class Branch:
             saved = (merge_heads(out), lse)
             results.append(self._from_text(saved[0]))
         if self.activates:
-            results.append(self.operators.activation(parts["up"], parts.get("gate")))
+            results.append(self.operators.activate(parts["up"], parts.get("gate")))
         return jnp.concatenate(results, -1), saved
 
     def first_half_forward(self, y_BSF: jax.Array, rows: Rows) -> jax.Array:
@@ -143,7 +147,7 @@ class Branch:
             saved = (merge_heads(out), lse)
             results.append(order.from_text(saved[0][:, saved[0].shape[1] // 2 :]))
         if self.activates:
-            results.append(self.operators.activation(parts["up"], parts.get("gate")))
+            results.append(self.operators.activate(parts["up"], parts.get("gate")))
         return jnp.concatenate(results, -1), saved
 
     def middle_backward(self, y_BSF: jax.Array, saved: Saved, dz_BSG: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
@@ -163,11 +167,8 @@ class Branch:
             gradients |= dict(zip("qkv", pull(d_qkv), strict=True))
             results.append(self._from_text(out))
         if self.activates:
-            names = [name for name in ("up", "gate") if name in parts]
-            activated, pull = jax.vjp(
-                lambda *values: self.operators.activation(values[0], values[1] if len(values) > 1 else None), *(parts[n] for n in names)
-            )
-            gradients |= dict(zip(names, pull(d_activation), strict=True))
+            d_up, d_gate, activated = self.operators.activate_backward(parts["up"], parts.get("gate"), d_activation)
+            gradients |= {"up": d_up} if d_gate is None else {"up": d_up, "gate": d_gate}
             results.append(activated)
         dy_BSF = jnp.concatenate([gradients[name] for name in self.groups[self.w_in].members], -1)
         return dy_BSF, jnp.concatenate(results, -1)

@@ -87,7 +87,7 @@ class Transformer:
         """The norm before the head."""
         vectors = ends["final_vectors"]
         scale, *bias = (vectors[:, index] for index in range(len(self.final_names)))
-        return self.operators.norm(x_BsD, scale, bias[0] if bias else None, epsilon=self.model.norm_epsilon)
+        return self.operators.add_norm(x_BsD, None, scale, bias[0] if bias else None)[1]
 
     def _block(self, window: int | None) -> Callable[..., jax.Array]:
         kind = BLOCKS[self.model.block]

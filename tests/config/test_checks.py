@@ -77,10 +77,10 @@ def problems(**values: Any) -> str:
         ({"train__schedule__decay_steps": 14}, "train.schedule.warmup_steps 14 is not below train.schedule.decay_steps 14"),
         ({"train__data__source": None}, "train.data has neither source nor prepared"),
         ({"system__kernels__attention": "cudnn"}, "system.kernels.attention is cudnn, which needs system.platform gpu, got cpu"),
-        ({"system__platform": "gpu"}, "train.compute_dtype is float32, but cuDNN attention takes bfloat16"),
+        ({"system__platform": "gpu"}, "train.compute_dtype is float32, but attention on GPUs takes bfloat16"),
         (
             {"system__platform": "gpu", "train__compute_dtype": "bfloat16", "model__head_size": 20},
-            "the head width 20 is none that cuDNN attention takes: a multiple of 8, at most 256",
+            "the head width 20 is none that attention on GPUs takes: a multiple of 8, at most 256",
         ),
         ({"system__memory_gib": 0.001}, "one device would hold 0.0 GiB of state"),
     ],

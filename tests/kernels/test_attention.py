@@ -1,4 +1,9 @@
-"""What a query sees: the window, the segment and the head group, found by derivatives rather than by reading the mask."""
+"""Attention: the shared suite on every implementation that runs here, what a query sees, choices and refusals.
+
+Triton's kernels run in its interpreter, with small tiles; what a query sees is found by derivatives rather than by reading the mask.
+"""
+
+from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +12,99 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale_jax.kernels.attention.reference import attention
+from megascale_jax.kernels.attention import api
+from megascale_jax.kernels.attention.api import attention
+from megascale_jax.kernels.target import KernelError, Target
+from tests.kernels import attention_suite as suite
 
 LENGTH = 12
+BLOCK = 32
+"""The larger block of the interpreter's tiles."""
+CPU = Target("cpu")
+H100 = Target("gpu", 90)
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: run `make aot`")
+IMPLEMENTATIONS = ["reference", pytest.param("triton", marks=needs_triton)]
+CASES = [*suite.edge_cases(BLOCK), *suite.documents_cases(BLOCK), *suite.type_cases(45), *suite.extreme_cases("float32")]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_values_and_gradients_equal_float64(case, implementation):
+    suite.check(case, implementation, CPU)
+
+
+@needs_triton
+def test_gradients_have_the_same_bits_every_time():
+    q, k, v, d_out = (jax.random.normal(jax.random.key(n), (1, 70, 2, 32)) for n in range(4))
+    runs = [jax.vjp(lambda *x: attention(*x, window=40, implementation="triton", target=CPU), q, k, v)[1](d_out) for _ in range(2)]
+    for first, second in zip(*runs, strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # rows that do see the NaN
+def test_blocks_outside_the_window_are_never_loaded():
+    """What lies there may be anything, even NaN, which a masked weight of 0 would spread."""
+    q, k, v = (jax.random.normal(jax.random.key(n), (1, 160, 1, 32)) for n in range(3))
+    far = k.at[:, :64].set(jnp.nan), v.at[:, :64].set(jnp.nan)
+    out, want = (attention(q, *kv, window=20, implementation="triton", target=CPU)[:, 96:] for kv in (far, (k, v)))
+    np.testing.assert_array_equal(out, want)
+
+
+@pytest.mark.parametrize(
+    ("window", "head", "dtype", "target", "expected"),
+    [
+        (None, 128, "bfloat16", H100, "cudnn"),
+        (1024, 128, "bfloat16", H100, "triton"),
+        (None, 128, "bfloat16", Target("gpu", 80), "triton"),  # documents of a row, which cuDNN cannot keep apart there
+        (None, 128, "bfloat16", Target("gpu", 80, 1), "cudnn"),
+        (1024, 72, "bfloat16", H100, "cudnn"),
+        (None, 128, "float32", H100, "reference"),
+        (512, 128, "float32", CPU, "reference"),
+    ],
+)
+def test_best_implementation_follows_target_and_case(monkeypatch, window, head, dtype, target, expected):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert api.choose(head, jnp.dtype(dtype), window, None, target) == expected
+
+
+@pytest.mark.parametrize(
+    ("implementation", "head", "dtype", "target", "reason"),
+    [
+        ("triton", 72, "bfloat16", H100, "heads of 64, 96, 128, 192, 256, got 72"),
+        ("triton", 64, "float32", H100, "bfloat16 and float16, got float32"),
+        ("triton", 64, "bfloat16", CPU, "TRITON_INTERPRET=1"),
+        ("triton", 64, "bfloat16", Target("gpu"), "system.compute_capability is not set"),
+        ("cudnn", 64, "bfloat16", CPU, "cuDNN runs on GPUs"),
+        ("cudnn", 264, "bfloat16", H100, "multiple of 8 up to 256, got 264"),
+        ("cudnn", 64, "bfloat16", Target("gpu", 80), "max_documents=1"),
+        ("flash", 64, "bfloat16", H100, "it has cudnn, reference, triton"),
+    ],
+)
+def test_explicit_choice_that_cannot_run_is_refused(monkeypatch, implementation, head, dtype, target, reason):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(KernelError, match=reason):
+        api.choose(head, jnp.dtype(dtype), None, implementation, target)
+
+
+ROW = jnp.ones((2, 8, 4, 16))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((ROW, ROW[:, :, :3], ROW[:, :, :3]), {}, "query heads 4 must be a multiple of the key heads 3"),
+        ((ROW, ROW[:, :4], ROW[:, :4]), {}, "batch, length and head size must agree"),
+        ((ROW, ROW, ROW[..., :8]), {}, "expected .B, S, H, K. and twice"),
+        ((ROW, ROW.astype(jnp.bfloat16), ROW), {}, "cast them to one"),
+        ((ROW, ROW, ROW, jnp.ones((2, 7), jnp.int32)), {}, r"segment ids are int32\[2, 7\]; expected int32 \[2, 8\]"),
+        ((ROW, ROW, ROW, jnp.ones((2, 8))), {}, "segment ids are float32"),
+        ((ROW, ROW, ROW), {"window": 0}, "window is 0; a query sees itself"),
+    ],
+)
+def test_bad_arguments_are_refused_while_tracing(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda *x: attention(*x, **options, target=CPU), *arguments)
 
 
 def influence(segment_ids, window, heads=2, kv_heads=1):
@@ -35,7 +130,7 @@ def test_row_sees_min_of_position_and_window_keys(window):
 def test_row_sees_only_its_own_segment(lengths, window):
     lengths = [min(length, LENGTH - sum(lengths[:i])) for i, length in enumerate(lengths) if sum(lengths[:i]) < LENGTH]
     lengths[-1] += LENGTH - sum(lengths)
-    segments = [index for index, length in enumerate(lengths) for _ in range(length)]
+    segments = [index for index, length in enumerate(lengths, 1) for _ in range(length)]
     offsets = [place for length in lengths for place in range(length)]
     seen = influence(segments, window)
     assert seen.sum(1).tolist() == [min(place + 1, window or 99) for place in offsets]
@@ -56,4 +151,5 @@ def test_output_is_finite_when_scores_are_extreme():
     q = jnp.full((1, 4, 1, 2), 1e4, jnp.float32)
     k = q * jnp.asarray([1.0, -1.0, 1.0, -1.0])[None, :, None, None]
     out = attention(q, k, jnp.ones((1, 4, 1, 2)), jnp.asarray([[1, 1, 0, 0]]), window=None)
-    np.testing.assert_allclose(out, 1.0)
+    np.testing.assert_allclose(out[0, :2], 1.0)
+    np.testing.assert_array_equal(out[0, 2:], 0.0)

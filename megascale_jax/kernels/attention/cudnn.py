@@ -14,21 +14,21 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 
 def forward(
-    q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segment_ids_BS: jax.Array, *, window: int | None, max_documents: int
+    q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segment_ids_BS: jax.Array | None, *, window: int | None, max_documents: int
 ) -> tuple[jax.Array, jax.Array]:
     """Same contract as the reference; padding (segment 0) must end a row. The log-sum-exp of every query is fp32 ``[B, H, S]``;
     packed: ``[B * max_documents, H, S]``, mostly unused."""
-    out, lse = cudnn._dot_product_attention_fwd_p_wrapper.bind(
-        *_operands(q_BSHK, k_BTGK, v_BTGK, segment_ids_BS, max_documents), is_training=True, **_options(q_BSHK, window, max_documents)
-    )
-    return _without_padding(out, segment_ids_BS, max_documents), lse
+    segment_ids_BS = segment_ids_BS if max_documents > 1 else None
+    operands, options = _operands(q_BSHK, k_BTGK, v_BTGK, segment_ids_BS, max_documents), _options(q_BSHK, segment_ids_BS, window)
+    out, lse = cudnn._dot_product_attention_fwd_p_wrapper.bind(*operands, is_training=True, **options)
+    return _without_padding(out, segment_ids_BS), lse
 
 
 def backward(
     q_BSHK: jax.Array,
     k_BTGK: jax.Array,
     v_BTGK: jax.Array,
-    segment_ids_BS: jax.Array,
+    segment_ids_BS: jax.Array | None,
     out_BSHK: jax.Array,
     lse: jax.Array,
     d_out_BSHK: jax.Array,
@@ -37,35 +37,34 @@ def backward(
     max_documents: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of q, k and v from the output and the log-sum-exp that `forward` gave."""
-    operands = _operands(q_BSHK, k_BTGK, v_BTGK, segment_ids_BS, max_documents)
-    gradients = cudnn._dot_product_attention_bwd_p_wrapper.bind(
-        *operands, lse, out_BSHK, d_out_BSHK, **_options(q_BSHK, window, max_documents)
-    )
-    d_q, d_k, d_v = (_without_padding(gradient, segment_ids_BS, max_documents) for gradient in gradients[:3])
+    segment_ids_BS = segment_ids_BS if max_documents > 1 else None
+    operands, options = _operands(q_BSHK, k_BTGK, v_BTGK, segment_ids_BS, max_documents), _options(q_BSHK, segment_ids_BS, window)
+    gradients = cudnn._dot_product_attention_bwd_p_wrapper.bind(*operands, lse, out_BSHK, d_out_BSHK, **options)
+    d_q, d_k, d_v = (_without_padding(gradient, segment_ids_BS) for gradient in gradients[:3])
     return d_q, d_k, d_v
 
 
-def _without_padding(x_BSHK: jax.Array, segment_ids_BS: jax.Array, max_documents: int) -> jax.Array:
+def _without_padding(x_BSHK: jax.Array, segment_ids_BS: jax.Array | None) -> jax.Array:
     """Zero outside all documents, where the packed layout may leave anything."""
-    return x_BSHK if max_documents == 1 else jnp.where((segment_ids_BS > 0)[:, :, None, None], x_BSHK, 0)
+    return x_BSHK if segment_ids_BS is None else jnp.where((segment_ids_BS > 0)[:, :, None, None], x_BSHK, 0)
 
 
-def _operands(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids_BS: jax.Array, max_documents: int) -> tuple[jax.Array, ...]:
+def _operands(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids_BS: jax.Array | None, max_documents: int) -> tuple[jax.Array, ...]:
     """q, k, v, bias, lengths of q and of k, offsets of q and of k, two page tables."""
     unused = jnp.zeros(0, q.dtype)
-    if max_documents == 1:
+    if segment_ids_BS is None:
         return (q, k, v, *[unused] * 7)
     lengths, offsets = _documents(segment_ids_BS, max_documents)
     return (q, k, v, unused, lengths, lengths, offsets, offsets, unused, unused)
 
 
-def _options(q_BSHK: jax.Array, window: int | None, max_documents: int) -> dict[str, Any]:
+def _options(q_BSHK: jax.Array, segment_ids_BS: jax.Array | None, window: int | None) -> dict[str, Any]:
     return {
         "scale": q_BSHK.shape[-1] ** -0.5,
         "seed": 0,
         "dropout_rate": 0.0,
         "variadic_args": (False, False),
-        "mask_type": cudnn.MaskType.CAUSAL if max_documents == 1 else cudnn.MaskType.PADDING_CAUSAL,
+        "mask_type": cudnn.MaskType.CAUSAL if segment_ids_BS is None else cudnn.MaskType.PADDING_CAUSAL,
         "layout": cudnn.AttentionLayout.BTNH.value,
         "sliding_window_length": window if window is not None and window < q_BSHK.shape[1] else None,
     }

@@ -166,10 +166,10 @@ class BranchOperations(TickState):
 
     def finish_backward(self, place: Place, number: int, g_BsD: jax.Array, x_BsD: jax.Array, dn_BsD: jax.Array) -> jax.Array:
         """Back through the norm and the residual add."""
-        _, pull = jax.vjp(self._branch(number).norm, self._layer(place, number, "vectors"), x_BsD)
-        d_vectors, d_x_BsD = pull(dn_BsD)
+        _, pull = jax.vjp(self._branch(number).fork, self._layer(place, number, "vectors"), x_BsD)
+        d_vectors, d_x_BsD = pull((g_BsD, dn_BsD))
         self._add(place, number, "vectors", d_vectors["vectors"])
-        return g_BsD + d_x_BsD
+        return d_x_BsD
 
 
 def _kept(values: Mapping[str, jax.Array], name: str) -> jax.Array:

@@ -6,7 +6,7 @@ from functools import cached_property
 import jax
 import jax.numpy as jnp
 
-from megascale_jax.kernels.loss.reference import IGNORE
+from megascale_jax.kernels.loss.api import IGNORE
 from megascale_jax.parallel.pipeline.tick_state import TickState, take
 
 _EMBED_KEY = 2**20

@@ -1,0 +1,207 @@
+"""LayerNorm and RMSNorm in Triton, with the residual add on the way in and the residual's gradient on the way back.
+
+One pass over the memory each: a whole row lies in registers, cut in two powers of two, and the backward pass computes mean
+and deviation once more instead of reading them. Gradients of scale and bias are summed in registers over the rows of one
+program, and over programs by XLA: no atomics, the same bits every run. GPU targets, or the interpreter.
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from megascale_jax.kernels.launch import Architecture, Launch, Tile, cdiv, like, run
+from megascale_jax.kernels.tiles import tile_of
+
+
+@triton.jit
+def _row(pointer, place, columns, D: tl.constexpr):
+    return tl.load(pointer + place + columns, mask=columns < D, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _centre(x_1, x_2, one, two, D: tl.constexpr, D2: tl.constexpr, EPSILON: tl.constexpr, CENTRED: tl.constexpr):
+    """``x - mean`` in both parts, 0 behind the row's end, and one over the deviation; the mean of RMSNorm is 0."""
+    if CENTRED:
+        mean = tl.sum(x_1, 0)
+        if D2:
+            mean += tl.sum(x_2, 0)
+        mean = mean / D
+        x_1 = tl.where(one < D, x_1 - mean, 0.0)
+        if D2:
+            x_2 = tl.where(two < D, x_2 - mean, 0.0)
+    variance = tl.sum(x_1 * x_1, 0)
+    if D2:
+        variance += tl.sum(x_2 * x_2, 0)
+    return x_1, x_2, tl.rsqrt(variance / D + EPSILON)
+
+
+@triton.jit
+def _put_normal(y, place, columns, x, inverse, scale, bias, D: tl.constexpr, BIASED: tl.constexpr):
+    value = x * inverse * tl.load(scale + columns, mask=columns < D, other=0.0).to(tl.float32)
+    if BIASED:
+        value += tl.load(bias + columns, mask=columns < D, other=0.0).to(tl.float32)
+    tl.store(y + place + columns, value.to(y.dtype.element_ty), mask=columns < D)
+
+
+@triton.jit
+def _forward_kernel(
+    x, added, scale, bias, total, y,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, EPSILON: tl.constexpr, CENTRED: tl.constexpr,
+    BIASED: tl.constexpr, ADDED: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0).to(tl.int64) * D
+    one = tl.arange(0, D1)
+    x_1 = _row(x, place, one, D)
+    two = one
+    x_2 = x_1
+    if D2:
+        two = D1 + tl.arange(0, D2)
+        x_2 = _row(x, place, two, D)
+    if ADDED:
+        # the sum is what the residual stream keeps, so the norm is that of the rounded sum
+        x_1 = (x_1 + _row(added, place, one, D)).to(total.dtype.element_ty)
+        tl.store(total + place + one, x_1, mask=one < D)
+        x_1 = x_1.to(tl.float32)
+        if D2:
+            x_2 = (x_2 + _row(added, place, two, D)).to(total.dtype.element_ty)
+            tl.store(total + place + two, x_2, mask=two < D)
+            x_2 = x_2.to(tl.float32)
+    x_1, x_2, inverse = _centre(x_1, x_2, one, two, D, D2, EPSILON, CENTRED)
+    _put_normal(y, place, one, x_1, inverse, scale, bias, D, BIASED)
+    if D2:
+        _put_normal(y, place, two, x_2, inverse, scale, bias, D, BIASED)
+
+
+@triton.jit
+def _put_gradient(d_x, kept, place, columns, gradient, D: tl.constexpr, KEPT: tl.constexpr):
+    if KEPT:
+        gradient += _row(kept, place, columns, D)
+    tl.store(d_x + place + columns, gradient.to(d_x.dtype.element_ty), mask=columns < D)
+
+
+@triton.jit
+def _backward_kernel(
+    x, scale, d_y, kept, d_x, d_scale, d_bias,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, EPSILON: tl.constexpr, CENTRED: tl.constexpr,
+    BIASED: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, STRIDE: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    one = tl.arange(0, D1)
+    two = one
+    scale_1 = _row(scale, 0, one, D)
+    scale_2 = scale_1
+    ds_1 = tl.zeros([D1], tl.float32)
+    ds_2 = ds_1
+    db_1 = ds_1
+    db_2 = ds_1
+    if D2:
+        two = D1 + tl.arange(0, D2)
+        scale_2 = _row(scale, 0, two, D)
+        ds_2 = tl.zeros([D2], tl.float32)
+        db_2 = ds_2
+    for row in tl.range(program, ROWS, STRIDE):
+        place = (tl.zeros([], tl.int64) + row) * D
+        x_1 = _row(x, place, one, D)
+        dy_1 = _row(d_y, place, one, D)
+        x_2 = x_1
+        dy_2 = dy_1
+        if D2:
+            x_2 = _row(x, place, two, D)
+            dy_2 = _row(d_y, place, two, D)
+        x_1, x_2, inverse = _centre(x_1, x_2, one, two, D, D2, EPSILON, CENTRED)
+        n_1 = x_1 * inverse
+        ds_1 += dy_1 * n_1
+        if BIASED:
+            db_1 += dy_1
+        dn_1 = dy_1 * scale_1
+        along = tl.sum(dn_1 * n_1, 0)
+        mean = tl.sum(dn_1, 0)
+        n_2 = n_1
+        dn_2 = dn_1
+        if D2:
+            n_2 = x_2 * inverse
+            ds_2 += dy_2 * n_2
+            if BIASED:
+                db_2 += dy_2
+            dn_2 = dy_2 * scale_2
+            along += tl.sum(dn_2 * n_2, 0)
+            mean += tl.sum(dn_2, 0)
+        along = along / D
+        mean = mean / D if CENTRED else mean * 0.0
+        _put_gradient(d_x, kept, place, one, (dn_1 - mean - n_1 * along) * inverse, D, KEPT)
+        if D2:
+            _put_gradient(d_x, kept, place, two, (dn_2 - mean - n_2 * along) * inverse, D, KEPT)
+    tl.store(d_scale + program * D + one, ds_1, mask=one < D)
+    if D2:
+        tl.store(d_scale + program * D + two, ds_2, mask=two < D)
+    if BIASED:
+        tl.store(d_bias + program * D + one, db_1, mask=one < D)
+        if D2:
+            tl.store(d_bias + program * D + two, db_2, mask=two < D)
+
+
+def forward(
+    x: jax.Array,
+    added: jax.Array | None,
+    scale_D: jax.Array,
+    bias_D: jax.Array | None,
+    *,
+    kind: str,
+    epsilon: float,
+    architecture: Architecture,
+) -> tuple[jax.Array, jax.Array]:
+    """Same contract as the reference."""
+    launch = forward_launch(x, added, scale_D, bias_D, kind, epsilon, tile_of("norm.forward", architecture, x))
+    total, y = jax.lax.optimization_barrier(run(launch, architecture))
+    return x if added is None else total, y
+
+
+def backward(
+    x: jax.Array,
+    scale_D: jax.Array,
+    bias_D: jax.Array | None,
+    d_y: jax.Array,
+    d_total: jax.Array | None,
+    *,
+    kind: str,
+    epsilon: float,
+    architecture: Architecture,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Same contract as the reference."""
+    launch = backward_launch(x, scale_D, bias_D, d_y, d_total, kind, epsilon, tile_of("norm.backward", architecture, x))
+    d_x, d_scale_nD, d_bias_nD = run(launch, architecture)
+    return d_x, d_scale_nD.sum(0), None if bias_D is None else d_bias_nD.sum(0)
+
+
+def forward_launch(x, added, scale_D, bias_D, kind: str, epsilon: float, tile: Tile) -> Launch:
+    """One program a row."""
+    unused = jax.ShapeDtypeStruct((1,), x.dtype)
+    operands = (x, scale_D if added is None else added, scale_D, scale_D if bias_D is None else bias_D)
+    constants = {**_constants(x, kind, epsilon), "BIASED": bias_D is not None, "ADDED": added is not None}
+    results = (unused if added is None else like(x)[0], *like(x))
+    return Launch("norm.forward", _forward_kernel, operands, results, (x.size // x.shape[-1],), constants, tile, 0)
+
+
+def backward_launch(x, scale_D, bias_D, d_y, d_total, kind: str, epsilon: float, tile: Tile) -> Launch:
+    """A fixed number of programs, each of which takes every so manieth row; not so many that their sums outweigh the rows."""
+    rows, D = x.size // x.shape[-1], x.shape[-1]
+    programs = min(tile.blocks["PROGRAMS"], cdiv(rows, 4))
+    operands = (x, scale_D, d_y, scale_D if d_total is None else d_total)
+    sums = jax.ShapeDtypeStruct((programs, D), jnp.float32)
+    results = (*like(x), sums, sums if bias_D is not None else jax.ShapeDtypeStruct((1,), jnp.float32))
+    constants = {
+        **_constants(x, kind, epsilon),
+        "BIASED": bias_D is not None,
+        "KEPT": d_total is not None,
+        "ROWS": rows,
+        "STRIDE": programs,
+    }
+    return Launch("norm.backward", _backward_kernel, operands, results, (programs,), constants, Tile({}, tile.warps, tile.stages), 0)
+
+
+def _constants(x: jax.Array, kind: str, epsilon: float) -> dict[str, float | int | bool]:
+    D = x.shape[-1]
+    large = 1 << (D.bit_length() - 1)
+    rest = D - large
+    return {"D": D, "D1": large, "D2": 1 << (rest - 1).bit_length() if rest else 0, "EPSILON": epsilon, "CENTRED": kind == "layernorm"}

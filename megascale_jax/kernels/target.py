@@ -1,0 +1,107 @@
+"""What operators are chosen for, the *target*, and the rule by which one of their implementations is.
+
+A compile for absent GPUs runs in a CPU process, so the host's backend says nothing of a run; its `system/` file does.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any, Literal
+
+import jax
+
+from megascale_jax.config.schema import SystemConfig
+from megascale_jax.errors import ConfigError
+from megascale_jax.kernels.launch import INTERPRETED, Architecture, is_interpreted
+
+Refusals = Mapping[str, str | None]
+"""Implementations in the order of preference, each with the reason why it cannot run; ``None`` where it can."""
+
+
+class KernelError(ConfigError):
+    """An operator cannot run as asked for: sizes, types, or an implementation that the target does not have."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a program will run; ``compute_capability`` times ten, of GPUs. ``max_documents``: those of a row that cuDNN has room for."""
+
+    platform: Literal["cpu", "gpu"]
+    compute_capability: int | None = None
+    max_documents: int = 16
+
+    @classmethod
+    def of(cls, system: SystemConfig) -> "Target":
+        """The target of a system file."""
+        return cls(system.platform, system.compute_capability, system.kernels.max_documents)
+
+    @classmethod
+    def here(cls) -> "Target":
+        """The devices of this process."""
+        device = jax.devices()[0]
+        if device.platform != "gpu":
+            return cls("cpu")
+        return cls("gpu", round(float(device.compute_capability) * 10))
+
+    @property
+    def architecture(self) -> Architecture:
+        """What Triton compiles for. Raises KernelError where it cannot."""
+        if refusal := self.triton_refusal:
+            raise KernelError(refusal)
+        return INTERPRETED if is_interpreted() else self.compute_capability or 0
+
+    @property
+    def triton_refusal(self) -> str | None:
+        """Why no Triton kernel can run on this target."""
+        if is_interpreted():
+            return None
+        if self.platform != "gpu":
+            return "Triton kernels run on GPUs; on a CPU only in Triton's interpreter, for which TRITON_INTERPRET=1 must be set"
+        if self.compute_capability is None:
+            return "system.compute_capability is not set; give that of the GPUs times ten, 90 for H100"
+        return None
+
+
+def resolve(operator: str, implementation: str | None, refusals: Refusals) -> str:
+    """The implementation to use: the one that is asked for, else the first that can run.
+
+    Raises KernelError when one is asked for that is not there or cannot run: an explicit choice never falls back.
+    """
+    if implementation is None:
+        found = next((name for name, refusal in refusals.items() if refusal is None), None)
+        if found is None:
+            raise KernelError(f"no implementation of {operator} can run: {'; '.join(f'{n}: {r}' for n, r in refusals.items())}")
+        return found
+    if implementation not in refusals:
+        known = ", ".join(sorted(refusals))
+        raise KernelError(f"{operator} has no implementation {implementation!r}; it has {known}, or None for the best")
+    if refusal := refusals[implementation]:
+        raise KernelError(f"{operator} by {implementation} cannot run: {refusal}. Without an explicit choice the best that can is taken")
+    return implementation
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One implementation of an operator, with what it wants to know besides the operator's arguments."""
+
+    module: ModuleType
+    options: tuple[tuple[str, Any], ...]
+
+    def run(self, function: str, *operands: Any) -> Any:
+        """A function of the module at ``operands``."""
+        return getattr(self.module, function)(*operands, **dict(self.options))
+
+    def with_options(self, **options: Any) -> "Implementation":
+        """The same with more options."""
+        return Implementation(self.module, (*self.options, *options.items()))
+
+
+def load(package: str, name: str, target: Target) -> Implementation:
+    """The implementation ``name`` in the package of an operator; Triton is imported only where it is chosen."""
+    options: dict[str, Any] = {}
+    if name == "triton":
+        options["architecture"] = target.architecture
+    if name == "cudnn":
+        options["max_documents"] = target.max_documents
+    return Implementation(import_module(f"megascale_jax.kernels.{package}.{name}"), tuple(options.items()))

@@ -1,0 +1,73 @@
+"""The table of tiles: which block sizes, warps and stages a kernel gets, by architecture and shape class.
+
+``tiles.yaml`` is checked in. Of each entry's candidates the first is used, the others are there to be ranked by
+``make gpu-check``; every one of them fits the chip without spilling a register, which a test compiles them all to see. A
+shape without an entry gets the kernel's ``default`` of the architecture and one log line. Nothing is tuned while a run goes on.
+"""
+
+import logging
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import jax
+import yaml
+
+from megascale_jax.errors import ConfigError
+from megascale_jax.kernels.launch import Architecture, Tile
+
+Table = Mapping[str, Any]
+_log = logging.getLogger(__name__)
+
+
+@cache
+def table() -> Table:
+    """Kernel, then architecture, then shape class; beside them ``triton``, the version that the candidates were compiled with."""
+    return yaml.safe_load((files("megascale_jax.kernels") / "tiles.yaml").read_text(encoding="utf-8"))
+
+
+def tile_of(kernel: str, architecture: Architecture, operand: jax.Array) -> Tile:
+    """The tile for an operand whose last dim is the shape class: a head's width, a row's.
+
+    Raises ConfigError for an architecture that the table does not know.
+    """
+    return candidates(kernel, architecture, operand.shape[-1])[0]
+
+
+def candidates(kernel: str, architecture: Architecture, width: int) -> tuple[Tile, ...]:
+    """All tiles of a kernel for a shape class, best first."""
+    entry = table()["kernels"][kernel]
+    by_width = entry["tiles"].get(architecture)
+    if by_width is None:
+        raise ConfigError(
+            f"no tiles of {kernel} for compute capability {architecture}; known: {', '.join(map(str, entry['tiles']))}. "
+            "Set system.compute_capability to the nearest lower one of them"
+        )
+    found = by_width.get(width)
+    if found is None:
+        _note_default(kernel, architecture, width)
+        found = by_width["default"]
+    return tuple(_tile(entry["blocks"], numbers) for numbers in found)
+
+
+def every_candidate() -> list[tuple[str, Architecture, int | str, Tile]]:
+    """Kernel, architecture, shape class and tile of the whole table."""
+    return [
+        (kernel, architecture, width, _tile(entry["blocks"], numbers))
+        for kernel, entry in table()["kernels"].items()
+        for architecture, by_width in entry["tiles"].items()
+        for width, found in by_width.items()
+        for numbers in found
+    ]
+
+
+@cache
+def _note_default(kernel: str, architecture: Architecture, width: int) -> None:
+    if isinstance(architecture, int):
+        _log.warning("no tile of %s for width %d on compute capability %d: its default is used", kernel, width, architecture)
+
+
+def _tile(blocks: list[str], numbers: list[int]) -> Tile:
+    *sizes, warps, stages = numbers
+    return Tile(dict(zip(blocks, sizes, strict=True)), warps, stages)
