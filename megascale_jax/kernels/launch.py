@@ -15,6 +15,7 @@ import jax
 Architecture = int | str
 """Compute capability times ten of the GPUs to compile for: 80, 90 or 100; or `INTERPRETED`."""
 INTERPRETED = "interpreter"
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton's default, which it warns of unless it is asked for
 _PTX_VERSION = 86
 """Triton would emit the newest version that the assembler beside it knows, which XLA's own may refuse."""
 

@@ -1,8 +1,8 @@
 """The table of tiles: which block sizes, warps and stages a kernel gets, by architecture and shape class.
 
 ``tiles.yaml`` is checked in. Of each entry's candidates the first is used, the others are there to be ranked by
-``make gpu-check``; every one of them fits the chip without spilling a register, which a test compiles them all to see. A
-shape without an entry gets the kernel's ``default`` of the architecture and one log line. Nothing is tuned while a run goes on.
+``make gpu-check``; every one of them fits the chip without spilling a register, which a test compiles them all to see. A shape class is the largest width that an entry is for; wider
+than all of them gets the last one and one log line. Nothing is tuned while a run goes on.
 """
 
 import logging
@@ -44,14 +44,15 @@ def candidates(kernel: str, architecture: Architecture, width: int) -> tuple[Til
             f"no tiles of {kernel} for compute capability {architecture}; known: {', '.join(map(str, entry['tiles']))}. "
             "Set system.compute_capability to the nearest lower one of them"
         )
-    found = by_width.get(width)
+    classes = sorted(by_width)
+    found = next((known for known in classes if width <= known), None)
     if found is None:
-        _note_default(kernel, architecture, width)
-        found = by_width["default"]
-    return tuple(_tile(entry["blocks"], numbers) for numbers in found)
+        found = classes[-1]
+        _note_wider(kernel, architecture, width, found)
+    return tuple(_tile(entry["blocks"], numbers) for numbers in by_width[found])
 
 
-def every_candidate() -> list[tuple[str, Architecture, int | str, Tile]]:
+def every_candidate() -> list[tuple[str, Architecture, int, Tile]]:
     """Kernel, architecture, shape class and tile of the whole table."""
     return [
         (kernel, architecture, width, _tile(entry["blocks"], numbers))
@@ -63,9 +64,8 @@ def every_candidate() -> list[tuple[str, Architecture, int | str, Tile]]:
 
 
 @cache
-def _note_default(kernel: str, architecture: Architecture, width: int) -> None:
-    if isinstance(architecture, int):
-        _log.warning("no tile of %s for width %d on compute capability %d: its default is used", kernel, width, architecture)
+def _note_wider(kernel: str, architecture: Architecture, width: int, known: int) -> None:
+    _log.warning("no tile of %s for width %d on %s: that for %d is used", kernel, width, architecture, known)
 
 
 def _tile(blocks: list[str], numbers: list[int]) -> Tile:

@@ -283,20 +283,24 @@ def backward_q_launch(q_BSHK, k_BTGK, v_BTGK, segment_ids_BS, out_BSHK, lse_BHS,
 def backward_kv_launches(
     q_BSHK, k_BTGK, v_BTGK, segment_ids_BS, lse_BHS, d_out_BSHK, delta_BHS, window: int | None, tile: Tile
 ) -> tuple[Launch, ...]:
-    """The gradients of k and v by one kernel, or by one each where a head is too wide for the registers."""
-    B, S, G, K = k_BTGK.shape
+    """The gradients of k and v by one kernel, or where the tile says ``SPLIT`` by one each, for which registers suffice longer."""
+    B, S, G, _ = k_BTGK.shape
     operands = (q_BSHK, k_BTGK, v_BTGK, _segment_operand(segment_ids_BS), lse_BHS, d_out_BSHK, delta_BHS)
-    grid = (cdiv(S, tile.blocks["BLOCK_K"]), B * G)
+    blocks = {name: tile.blocks[name] for name in ("BLOCK_Q", "BLOCK_K")}
+    grid = (cdiv(S, blocks["BLOCK_K"]), B * G)
     constants = _constants(q_BSHK, k_BTGK, segment_ids_BS, window)
     unused, (whole,) = jax.ShapeDtypeStruct((1,), k_BTGK.dtype), like(k_BTGK)
     product = _product_flops(q_BSHK, window)
 
-    def launch(want_k: bool, want_v: bool, flops: float) -> Launch:
+    def launch(want_k: bool, want_v: bool) -> Launch:
         results = (whole if want_k else unused, whole if want_v else unused)
         wants = {"WANT_K": want_k, "WANT_V": want_v}
-        return Launch("attention.backward_kv", _backward_kv_kernel, operands, results, grid, {**constants, **wants}, tile, flops)
+        # the scores, then two products for k's gradient and one for v's
+        flops = (1 + 2 * want_k + want_v) * product
+        cut = Tile(blocks, tile.warps, tile.stages)
+        return Launch("attention.backward_kv", _backward_kv_kernel, operands, results, grid, {**constants, **wants}, cut, flops)
 
-    return (launch(True, True, 4 * product),) if K <= 192 else (launch(True, False, 3 * product), launch(False, True, 2 * product))
+    return (launch(True, False), launch(False, True)) if tile.blocks["SPLIT"] else (launch(True, True),)
 
 
 def _segment_operand(segment_ids_BS: jax.Array | None) -> jax.Array:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from megascale_jax.kernels.target import Implementation, KernelError, Target, load, resolve
 
 KINDS = ("layernorm", "rmsnorm")
-LARGEST_WIDTH = 32_768
+LARGEST_WIDTH = 16_384
 """Of a row that the Triton kernels keep in registers."""
 
 

@@ -2,7 +2,8 @@
 
 One pass over the memory each: a whole row lies in registers, cut in two powers of two, and the backward pass computes mean
 and deviation once more instead of reading them. Gradients of scale and bias are summed in registers over the rows of one
-program, and over programs by XLA: no atomics, the same bits every run. GPU targets, or the interpreter.
+program, and over programs by XLA: no atomics, the same bits every run. Rows too wide for that have them summed by a second
+kernel, column by column. GPU targets, or the interpreter.
 """
 
 import jax
@@ -21,7 +22,8 @@ def _row(pointer, place, columns, D: tl.constexpr):
 
 @triton.jit
 def _centre(x_1, x_2, one, two, D: tl.constexpr, D2: tl.constexpr, EPSILON: tl.constexpr, CENTRED: tl.constexpr):
-    """``x - mean`` in both parts, 0 behind the row's end, and one over the deviation; the mean of RMSNorm is 0."""
+    """``x - mean`` in both parts, 0 behind the row's end, the mean, and one over the deviation; the mean of RMSNorm is 0."""
+    mean = 0.0
     if CENTRED:
         mean = tl.sum(x_1, 0)
         if D2:
@@ -33,7 +35,7 @@ def _centre(x_1, x_2, one, two, D: tl.constexpr, D2: tl.constexpr, EPSILON: tl.c
     variance = tl.sum(x_1 * x_1, 0)
     if D2:
         variance += tl.sum(x_2 * x_2, 0)
-    return x_1, x_2, tl.rsqrt(variance / D + EPSILON)
+    return x_1, x_2, mean, tl.rsqrt(variance / D + EPSILON)
 
 
 @triton.jit
@@ -67,7 +69,7 @@ def _forward_kernel(
             x_2 = (x_2 + _row(added, place, two, D)).to(total.dtype.element_ty)
             tl.store(total + place + two, x_2, mask=two < D)
             x_2 = x_2.to(tl.float32)
-    x_1, x_2, inverse = _centre(x_1, x_2, one, two, D, D2, EPSILON, CENTRED)
+    x_1, x_2, _, inverse = _centre(x_1, x_2, one, two, D, D2, EPSILON, CENTRED)
     _put_normal(y, place, one, x_1, inverse, scale, bias, D, BIASED)
     if D2:
         _put_normal(y, place, two, x_2, inverse, scale, bias, D, BIASED)
@@ -84,22 +86,23 @@ def _put_gradient(d_x, kept, place, columns, gradient, D: tl.constexpr, KEPT: tl
 def _backward_kernel(
     x, scale, d_y, kept, d_x, d_scale, d_bias,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, EPSILON: tl.constexpr, CENTRED: tl.constexpr,
-    BIASED: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, STRIDE: tl.constexpr,
+    BIASED: tl.constexpr, KEPT: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
+    """``SUMS``: sums of the program's rows for the gradients of scale and bias; else mean and inverse deviation of every row."""
     program = tl.program_id(0)
     one = tl.arange(0, D1)
     two = one
     scale_1 = _row(scale, 0, one, D)
     scale_2 = scale_1
-    ds_1 = tl.zeros([D1], tl.float32)
-    ds_2 = ds_1
-    db_1 = ds_1
-    db_2 = ds_1
     if D2:
         two = D1 + tl.arange(0, D2)
         scale_2 = _row(scale, 0, two, D)
-        ds_2 = tl.zeros([D2], tl.float32)
-        db_2 = ds_2
+    if SUMS:
+        ds_1 = tl.zeros([D1], tl.float32)
+        db_1 = ds_1
+        if D2:
+            ds_2 = tl.zeros([D2], tl.float32)
+            db_2 = ds_2
     for row in tl.range(program, ROWS, STRIDE):
         place = (tl.zeros([], tl.int64) + row) * D
         x_1 = _row(x, place, one, D)
@@ -109,36 +112,68 @@ def _backward_kernel(
         if D2:
             x_2 = _row(x, place, two, D)
             dy_2 = _row(d_y, place, two, D)
-        x_1, x_2, inverse = _centre(x_1, x_2, one, two, D, D2, EPSILON, CENTRED)
+        x_1, x_2, mean, inverse = _centre(x_1, x_2, one, two, D, D2, EPSILON, CENTRED)
         n_1 = x_1 * inverse
-        ds_1 += dy_1 * n_1
-        if BIASED:
-            db_1 += dy_1
+        if SUMS:
+            ds_1 += dy_1 * n_1
+            if BIASED:
+                db_1 += dy_1
+        else:
+            tl.store(d_scale + row, mean)
+            tl.store(d_bias + row, inverse)
         dn_1 = dy_1 * scale_1
         along = tl.sum(dn_1 * n_1, 0)
-        mean = tl.sum(dn_1, 0)
+        middle = tl.sum(dn_1, 0)
         n_2 = n_1
         dn_2 = dn_1
         if D2:
             n_2 = x_2 * inverse
-            ds_2 += dy_2 * n_2
-            if BIASED:
-                db_2 += dy_2
+            if SUMS:
+                ds_2 += dy_2 * n_2
+                if BIASED:
+                    db_2 += dy_2
             dn_2 = dy_2 * scale_2
             along += tl.sum(dn_2 * n_2, 0)
-            mean += tl.sum(dn_2, 0)
+            middle += tl.sum(dn_2, 0)
         along = along / D
-        mean = mean / D if CENTRED else mean * 0.0
-        _put_gradient(d_x, kept, place, one, (dn_1 - mean - n_1 * along) * inverse, D, KEPT)
+        middle = middle / D if CENTRED else middle * 0.0
+        _put_gradient(d_x, kept, place, one, (dn_1 - middle - n_1 * along) * inverse, D, KEPT)
         if D2:
-            _put_gradient(d_x, kept, place, two, (dn_2 - mean - n_2 * along) * inverse, D, KEPT)
-    tl.store(d_scale + program * D + one, ds_1, mask=one < D)
-    if D2:
-        tl.store(d_scale + program * D + two, ds_2, mask=two < D)
+            _put_gradient(d_x, kept, place, two, (dn_2 - middle - n_2 * along) * inverse, D, KEPT)
+    if SUMS:
+        tl.store(d_scale + program * D + one, ds_1, mask=one < D)
+        if D2:
+            tl.store(d_scale + program * D + two, ds_2, mask=two < D)
+        if BIASED:
+            tl.store(d_bias + program * D + one, db_1, mask=one < D)
+            if D2:
+                tl.store(d_bias + program * D + two, db_2, mask=two < D)
+
+
+@triton.jit
+def _sums_kernel(
+    x, d_y, means, inverses, d_scale, d_bias,
+    D: tl.constexpr, ROWS: tl.constexpr, SHARE: tl.constexpr, BIASED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    columns = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    ds = tl.zeros([BLOCK_D], tl.float32)
+    db = ds
+    first = tl.program_id(1) * SHARE
+    for start in tl.range(first, tl.minimum(first + SHARE, ROWS), BLOCK_R):
+        rows = start + tl.arange(0, BLOCK_R)
+        mine = (rows < ROWS) & (rows < first + SHARE)
+        place = rows[:, None].to(tl.int64) * D + columns[None, :]
+        mask = mine[:, None] & (columns[None, :] < D)
+        dy = tl.load(d_y + place, mask=mask, other=0.0).to(tl.float32)
+        mean = tl.load(means + rows, mask=mine, other=0.0)
+        inverse = tl.load(inverses + rows, mask=mine, other=0.0)
+        normal = (tl.load(x + place, mask=mask, other=0.0).to(tl.float32) - mean[:, None]) * inverse[:, None]
+        ds += tl.sum(dy * normal, 0)
+        if BIASED:
+            db += tl.sum(dy, 0)
+    tl.store(d_scale + tl.program_id(1) * D + columns, ds, mask=columns < D)
     if BIASED:
-        tl.store(d_bias + program * D + one, db_1, mask=one < D)
-        if D2:
-            tl.store(d_bias + program * D + two, db_2, mask=two < D)
+        tl.store(d_bias + tl.program_id(1) * D + columns, db, mask=columns < D)
 
 
 def forward(
@@ -169,8 +204,13 @@ def backward(
     architecture: Architecture,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Same contract as the reference."""
-    launch = backward_launch(x, scale_D, bias_D, d_y, d_total, kind, epsilon, tile_of("norm.backward", architecture, x))
+    tile = tile_of("norm.backward", architecture, x)
+    launch = backward_launch(x, scale_D, bias_D, d_y, d_total, kind, epsilon, tile)
     d_x, d_scale_nD, d_bias_nD = run(launch, architecture)
+    if tile.blocks["SPLIT"]:
+        # the kernel gave means and inverse deviations in their place
+        sums = sums_launch(x, bias_D, d_y, d_scale_nD, d_bias_nD, tile_of("norm.sums", architecture, x))
+        d_scale_nD, d_bias_nD = run(sums, architecture)
     return d_x, d_scale_nD.sum(0), None if bias_D is None else d_bias_nD.sum(0)
 
 
@@ -184,20 +224,32 @@ def forward_launch(x, added, scale_D, bias_D, kind: str, epsilon: float, tile: T
 
 
 def backward_launch(x, scale_D, bias_D, d_y, d_total, kind: str, epsilon: float, tile: Tile) -> Launch:
-    """A fixed number of programs, each of which takes every so manieth row; not so many that their sums outweigh the rows."""
-    rows, D = x.size // x.shape[-1], x.shape[-1]
-    programs = min(tile.blocks["PROGRAMS"], cdiv(rows, 4))
+    """A fixed number of programs, each of which takes every so manieth row; not so many that their sums outweigh the rows.
+
+    Where the tile says ``SPLIT``, a program a row.
+    """
+    rows, D, split = x.size // x.shape[-1], x.shape[-1], bool(tile.blocks["SPLIT"])
+    programs = rows if split else min(tile.blocks["PROGRAMS"], cdiv(rows, 4))
     operands = (x, scale_D, d_y, scale_D if d_total is None else d_total)
-    sums = jax.ShapeDtypeStruct((programs, D), jnp.float32)
-    results = (*like(x), sums, sums if bias_D is not None else jax.ShapeDtypeStruct((1,), jnp.float32))
-    constants = {
-        **_constants(x, kind, epsilon),
-        "BIASED": bias_D is not None,
-        "KEPT": d_total is not None,
-        "ROWS": rows,
-        "STRIDE": programs,
-    }
+    sums = jax.ShapeDtypeStruct((rows,) if split else (programs, D), jnp.float32)
+    results = (*like(x), sums, sums if split or bias_D is not None else jax.ShapeDtypeStruct((1,), jnp.float32))
+    flags = {"BIASED": bias_D is not None, "KEPT": d_total is not None, "SUMS": not split}
+    constants = {**_constants(x, kind, epsilon), **flags, "ROWS": rows, "STRIDE": programs}
     return Launch("norm.backward", _backward_kernel, operands, results, (programs,), constants, Tile({}, tile.warps, tile.stages), 0)
+
+
+def sums_launch(x, bias_D, d_y, mean, inverse, tile: Tile) -> Launch:
+    """Programs of some columns and a share of the rows."""
+    rows, D = x.size // x.shape[-1], x.shape[-1]
+    share = cdiv(rows, min(tile.blocks["PARTS"], cdiv(rows, tile.blocks["BLOCK_R"])))
+    parts = cdiv(rows, share)
+    sums = jax.ShapeDtypeStruct((parts, D), jnp.float32)
+    results = (sums, sums if bias_D is not None else jax.ShapeDtypeStruct((1,), jnp.float32))
+    blocks = {name: tile.blocks[name] for name in ("BLOCK_R", "BLOCK_D")}
+    constants = {"D": D, "ROWS": rows, "SHARE": share, "BIASED": bias_D is not None}
+    grid = (cdiv(D, blocks["BLOCK_D"]), parts)
+    cut = Tile(blocks, tile.warps, tile.stages)
+    return Launch("norm.sums", _sums_kernel, (x, d_y, mean, inverse), results, grid, constants, cut, 0)
 
 
 def _constants(x: jax.Array, kind: str, epsilon: float) -> dict[str, float | int | bool]:

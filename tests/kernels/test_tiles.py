@@ -1,0 +1,71 @@
+"""The table of tiles: every candidate fits its chip without spilling, and a shape finds its class."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from megascale_jax.errors import ConfigError
+from megascale_jax.kernels.resources import Resources, assembler
+from megascale_jax.kernels.tiles import candidates, every_candidate, table, tile_of
+
+ARCHITECTURES = (80, 90, 100)
+
+
+def compiler_missing() -> str | None:
+    """Why nothing can be compiled here."""
+    if find_spec("triton") is None:
+        return "Triton is not installed: run `make aot`"
+    try:
+        assembler()
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.skipif(compiler_missing() is not None, reason=str(compiler_missing()))
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_candidate_fits_the_chip_without_a_spill(architecture):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.launches", str(architecture)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    compiled = {(line["kernel"], line["width"], line["tile"]) for line in lines}
+    assert compiled == {(kernel, width, tile.text) for kernel, found, width, tile in every_candidate() if found == architecture}
+    assert not [line for line in lines if line["problems"]]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: run `make aot`")
+def test_table_names_the_triton_that_compiled_it():
+    import triton
+
+    assert table()["triton"] == triton.__version__, "compile the table anew and name this version"
+
+
+def test_problems_of_a_kernel_are_named():
+    taken = Resources(registers=255, spill_bytes=8, shared_bytes=200_000, tensor_columns=640)
+    assert taken.problems(90) == ["8 bytes a thread are spilled", "640 columns of tensor memory, there are 512"]
+    assert "200000 bytes of shared memory, a block has 166912" in taken.problems(80)
+
+
+def test_width_takes_the_class_it_lies_in():
+    x = jax.ShapeDtypeStruct((4, 96), jnp.bfloat16)
+    assert tile_of("attention.forward", 90, x) == candidates("attention.forward", 90, 96)[0] != candidates("attention.forward", 90, 192)[0]
+    assert candidates("norm.backward", 90, 5000) == candidates("norm.backward", 90, 8192) != candidates("norm.backward", 90, 8193)
+
+
+def test_width_beyond_the_table_takes_the_last_class_and_says_so_once(caplog):
+    widest = candidates("loss.statistics", 90, 1048576)
+    assert [candidates("loss.statistics", 90, 2_000_001) for _ in range(3)] == [widest] * 3
+    assert [record.message for record in caplog.records] == ["no tile of loss.statistics for width 2000001 on 90: that for 1048576 is used"]
+
+
+def test_unknown_architecture_is_refused():
+    with pytest.raises(ConfigError, match="no tiles of norm.forward for compute capability 75; known: interpreter, 80, 90, 100"):
+        candidates("norm.forward", 75, 1024)
