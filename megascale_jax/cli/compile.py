@@ -1,5 +1,7 @@
 """`megascale compile`: the run's own step, compiled for GPUs that are not there, and what its schedule says."""
 
+import re
+import shlex
 import tempfile
 from pathlib import Path
 from shutil import copyfile
@@ -48,7 +50,9 @@ def compile_step(
     check_output_path(lanes, "--lanes")
     plans = [resolve(experiment, overrides or [], target, nodes)]
     if compare is not None:
-        plans.append(resolve(experiment, [*(overrides or []), *compare.split()], target, nodes))
+        plans.append(resolve(experiment, [*(overrides or []), *split_overrides(compare)], target, nodes))
+        if plans[0] == plans[1]:
+            raise UsageError(f"--compare {compare!r} changes nothing; give overrides that make another plan, such as parallel.remat=full")
     for plan in plans:
         check_compile(plan)
     console, reports = Console(), []
@@ -81,12 +85,18 @@ def compile_step(
 
 
 def resolve(experiment: str, overrides: list[str], target: str | None, nodes: int | None) -> Experiment:
-    """The experiment on its target, with the data axis that fills the nodes. Raises UsageError where it does not."""
+    """The experiment on its target, with the data axis that fills the nodes.
+
+    Raises UsageError where it does not, and for an override that an option would undo.
+    """
     changes = list(overrides)
     if target is not None:
         if target not in TARGETS:
             raise UsageError(f"--target {target} is not known; known: {', '.join(TARGETS)}")
+        _refuse_overrides(overrides, ("system", "system.device"), f"--target {target}")
         changes.append(f"system={target}")
+    if nodes is not None:
+        _refuse_overrides(overrides, ("parallel.data",), f"--nodes {nodes}")
     if nodes is None:
         return load_experiment(experiment, changes)
     bare = load_experiment(experiment, changes, checked=False)
@@ -97,6 +107,31 @@ def resolve(experiment: str, overrides: list[str], target: str | None, nodes: in
             f"--nodes {nodes} are {devices} devices, not divisible by pipe {bare.parallel.pipe} x tensor {bare.parallel.tensor} = {replica}"
         )
     return load_experiment(experiment, [*changes, f"parallel.data={devices // replica}"])
+
+
+def split_overrides(text: str) -> list[str]:
+    """Overrides in one text, split and unquoted as a shell does it; a part without ``key=`` belongs to the one before it.
+
+    So a list needs no quotes of its own: ``model.window=[768, full]``. Raises UsageError for a quote that does not end.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"--compare {text!r}: {error}; expected overrides such as 'parallel.remat=full model.window=768'") from error
+    found: list[str] = []
+    for word in words:
+        if found and not re.match(r"[A-Za-z_][\w.]*=", word):
+            found[-1] += f" {word}"
+        else:
+            found.append(word)
+    return found
+
+
+def _refuse_overrides(overrides: list[str], keys: tuple[str, ...], option: str) -> None:
+    """Raise UsageError for an override of a key that an option decides."""
+    for override in overrides:
+        if override.partition("=")[0] in keys:
+            raise UsageError(f"{override} and {option} decide the same thing; leave one of them out")
 
 
 def target_of(experiment: Experiment) -> str:
