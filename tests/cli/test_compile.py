@@ -32,6 +32,21 @@ def test_overrides_that_no_option_decides_stay():
 
 
 @pytest.mark.parametrize(
+    ("overrides", "nodes", "nearest"),
+    [
+        ([], 3, "8, 16"),
+        ([], 39, "32, 48"),  # 40 are whole replicas, but their data axis of 5 does not divide the batch
+        ([], 9999, "6144"),
+        (["parallel.tensor=6"], 8, "6, 12"),
+        (["train.global_batch_size=7"], 3, "none for this batch: change train.global_batch_size"),
+    ],
+)
+def test_nodes_that_hold_no_whole_replicas_are_refused_with_good_ones(overrides, nodes, nearest):
+    with pytest.raises(UsageError, match=rf"--nodes {nodes} are {8 * nodes} devices, not divisible by .*; nearest: {nearest}$"):
+        resolve("gpt-175b", overrides, "h100", nodes)
+
+
+@pytest.mark.parametrize(
     ("text", "overrides"),
     [
         ("parallel.remat=full  model.block=serial", ["parallel.remat=full", "model.block=serial"]),
