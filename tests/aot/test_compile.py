@@ -8,7 +8,7 @@ import pytest
 
 from megascale_jax.aot.compile import _end_of, _last_words, check_compile, compile_experiment
 from megascale_jax.aot.cost import CostModel
-from megascale_jax.aot.hlo import parse_module
+from megascale_jax.aot.hlo import Array, parse_module
 from megascale_jax.aot.overlap import loop_bodies, loop_records
 from megascale_jax.cli.compile import resolve, target_of
 from megascale_jax.cli.schedule import schedule_of, tick_plans
@@ -17,7 +17,8 @@ from megascale_jax.config.load import load_experiment
 from megascale_jax.errors import CompileError, ConfigError, UsageError
 
 LENGTH = 1536
-"""Sequence length: a number that no other dim has, so that an array with two of it is a mask or a score."""
+"""Sequence length: no other dim has this number, or its half (halves of the sequence, a rank's own tokens), so that an array
+with two of them is a mask or a score."""
 SMALL = [
     "model.num_layers=4",
     "model.hidden_size=1024",
@@ -97,8 +98,26 @@ def test_program_holds_no_array_of_sequence_by_sequence(compiled):
     _, folder, _ = compiled
     module = parse_module((folder / "module.hlo").read_text())
     arrays = [array for part in module.computations.values() for i in part.instructions for array in i.arrays]
-    assert any(LENGTH in array.dims for array in arrays)
-    assert [array for array in arrays if array.dims.count(LENGTH) > 1] == []
+    assert all(any(length in array.dims for array in arrays) for length in (LENGTH, LENGTH // 2))
+    assert [array for array in arrays if is_sequence_by_sequence(array)] == []
+
+
+def is_sequence_by_sequence(array):
+    return sum(dim in (LENGTH, LENGTH // 2) for dim in array.dims) > 1
+
+
+@pytest.mark.parametrize(
+    ("dims", "found"),
+    [
+        ((LENGTH, LENGTH), True),
+        ((4, LENGTH // 2, LENGTH), True),
+        ((LENGTH // 2, 4, LENGTH // 2), True),
+        ((1, LENGTH // 2, 1024), False),
+        ((2, LENGTH, 128), False),
+    ],
+)
+def test_halves_of_the_sequence_count_as_the_sequence(dims, found):
+    assert is_sequence_by_sequence(Array("f32", dims)) == found
 
 
 def test_streams_are_known_for_the_asynchronous_collectives(compiled):
