@@ -28,6 +28,8 @@ COMPILER_OPTIONS: dict[str, Any] = {
 }
 """Beside those that the step has by itself (`comm/flags.py`)."""
 _STREAM = re.compile(r"^\s*(\d+): kAsyncStart.*stream=communication_stream\[(\d+)\]", re.MULTILINE)
+_BUFFER = re.compile(r"^ *[\d.]+\w+\([ \d]+%\); *([\d.]+)([GM]iB);[^;]*;[^;]*;(.*)$", re.MULTILINE)
+"""Running sum with its share, size, offset, number of values, arrays."""
 _ANNOTATION = re.compile(r'profile_annotation: "([^"]+)"\s+thunk_id: (\d+)')
 
 
@@ -75,9 +77,9 @@ def _streams(dump: Path) -> dict[str, int]:
 
 
 def _largest_buffers(dump: Path, count: int = 8) -> list[str]:
-    """Lines of XLA's memory report that name the largest buffers."""
-    lines = [line.strip() for line in _one(dump, "*memory-usage-report.txt").splitlines()]
-    return [line for line in lines if re.search(r"\d(GiB|MiB)", line)][:count]
+    """Size and arrays of the largest buffers, from the rows of XLA's memory report."""
+    rows = _BUFFER.findall(_one(dump, "*memory-usage-report.txt"))
+    return [f"{size} {unit}: {arrays.strip()}" for size, unit, arrays in rows[:count]]
 
 
 def _one(folder: Path, pattern: str) -> str:

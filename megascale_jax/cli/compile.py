@@ -13,8 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from megascale_jax.aot.compile import check_compile, compile_experiment
-from megascale_jax.aot.report import CompileReport, scaled
+from megascale_jax.aot.report import FITS, CompileReport, scaled
 from megascale_jax.aot.targets import TARGETS
+from megascale_jax.config.advice import advice_on_memory
 from megascale_jax.config.layout import MeshShape, advice_on_depth
 from megascale_jax.config.load import load_experiment
 from megascale_jax.config.schema import Experiment
@@ -77,9 +78,9 @@ def compile_step(
             f"{reports[0].experiment}, {reports[0].devices:,} {reports[0].target}: one steady tick (estimates from the compiled schedule)"
         )
         replace_file(lanes, lanes_svg(reports[0].as_data()["steady_tick"], heading).encode())
-    for name, report in zip(("plan", "other plan"), reports, strict=False):
+    for name, report, plan in zip(("plan", "other plan"), reports, plans, strict=False):
         if not report.fits:
-            console.print(Text(f"{name}: {_advice(report)}", style="red"), soft_wrap=True)
+            console.print(Text(f"{name}: {_advice(report, plan)}", style="red"), soft_wrap=True)
     if not reports[0].fits:
         raise typer.Exit(1)
 
@@ -206,10 +207,10 @@ def _fraction(report: CompileReport, part: str) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _advice(report: CompileReport) -> str:
+def _advice(report: CompileReport, plan: Experiment) -> str:
     lines = "\n  ".join(report.largest_buffers)
+    smaller = "; ".join(advice_on_memory(plan)) or "a smaller model or a GPU with more memory: this plan has nothing left to give"
     return (
-        f"{report.peak_bytes / GIB:.1f} GiB do not fit into 90 % of {report.device_bytes / GIB:.1f} GiB. Largest buffers:\n  {lines}\n"
-        "What would help: parallel.remat=selective or full (residuals), a larger parallel.data (masters and moments), "
-        "parallel.tensor or parallel.pipe (everything)"
+        f"{report.peak_bytes / GIB:.1f} GiB do not fit into {FITS:.0%} of {report.device_bytes / GIB:.1f} GiB. "
+        f"Largest buffers:\n  {lines}\nWhat would help: {smaller}"
     )

@@ -10,6 +10,7 @@ from megascale_jax.aot.compile import _end_of, _last_words, check_compile, compi
 from megascale_jax.aot.cost import CostModel
 from megascale_jax.aot.hlo import Array, parse_module
 from megascale_jax.aot.overlap import loop_bodies, loop_records
+from megascale_jax.aot.worker import _largest_buffers
 from megascale_jax.cli.compile import resolve, target_of
 from megascale_jax.cli.schedule import schedule_of, tick_plans
 from megascale_jax.config.layout import MeshShape
@@ -170,3 +171,21 @@ def test_abort_of_the_compiler_ends_with_its_reason_and_last_pass():
     assert _last_words("I1129 x\nFatal Python error: Aborted\nExtension modules: numpy\n") == "Fatal Python error: Aborted"
     assert _end_of(-9) == "was ended by SIGKILL (out of memory?)" and _end_of(1) == "ended with code 1"
     assert issubclass(CompileError, Exception)
+
+
+def test_largest_buffers_are_sizes_and_arrays_without_sums(tmp_path):
+    rows = [
+        "Memory Space: default (color=0)",
+        "Total bytes: 46952867926 (43.73GiB)",
+        "  cumulative_size;       size;       offset; used_by_n_values; shapes_list",
+        "  ------------------------------------------------------------",
+        "    9.64GiB( 20%);    9.64GiB;            0;               47; bf16[1,1,512,17920], 31×bf16[141,1,2048,17920]",
+        "   10.14GiB(100%);  512.00MiB;  10349445120;               15; 15×f32[3,1,20480,17920]",
+        "   10.14GiB(100%);    8.00KiB;  10349445128;                1; f32[2048]",
+    ]
+    (tmp_path / "m.memory-usage-report.txt").write_text("\n".join(rows) + "\n")
+    assert _largest_buffers(tmp_path) == [
+        "9.64 GiB: bf16[1,1,512,17920], 31×bf16[141,1,2048,17920]",
+        "512.00 MiB: 15×f32[3,1,20480,17920]",
+    ]
+    assert len(_largest_buffers(tmp_path, count=1)) == 1
