@@ -2,7 +2,7 @@
 
 ``python -m megascale_jax.aot.worker FOLDER`` reads ``request.json`` (``experiment``, ``target``, ``nodes``) in the folder and
 leaves there ``module.hlo`` (the scheduled program), ``streams.json`` (communication stream of each collective) and
-``result.json`` (seconds and bytes). Run with ``JAX_PLATFORMS=cpu``.
+``result.json`` (seconds and bytes). Run with ``JAX_PLATFORMS=cpu``. A plan that is refused leaves ``refused.txt``.
 """
 
 import json
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from megascale_jax.aot.targets import TARGETS
 from megascale_jax.aot.topology import absent_devices
 from megascale_jax.config.schema import Experiment
+from megascale_jax.errors import ConfigError
 from megascale_jax.parallel.plan import BATCH_PARTITION, VOTE_PARTITION, Plan, make_plan
 from megascale_jax.train.state import abstract_state
 from megascale_jax.train.step import BATCH_KEYS, make_steps
@@ -87,4 +88,9 @@ def _one(folder: Path, pattern: str) -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    place = Path(sys.argv[1])
+    try:
+        main(place)
+    except ConfigError as error:
+        (place / "refused.txt").write_text(str(error))
+        sys.exit(2)

@@ -1,12 +1,18 @@
 """A small three-dimensional step compiled for absent H100s; skips where the parts of ``[aot]`` are not installed."""
 
 import json
+import os
+import re
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import distributions
+from pathlib import Path
 
 import pytest
 
-from megascale_jax.aot.compile import _end_of, _last_words, check_compile, compile_experiment
+import megascale_jax.aot.compile as compiling
+from megascale_jax.aot.compile import PARTS, _end_of, _last_words, check_compile, compile_experiment
 from megascale_jax.aot.cost import CostModel
 from megascale_jax.aot.hlo import Array, parse_module
 from megascale_jax.aot.overlap import loop_bodies, loop_records
@@ -17,6 +23,7 @@ from megascale_jax.config.layout import MeshShape
 from megascale_jax.config.load import load_experiment
 from megascale_jax.errors import CompileError, ConfigError, UsageError
 
+ROOT = Path(__file__).resolve().parents[2]
 LENGTH = 1536
 """Sequence length: no other dim has this number, or its half (halves of the sequence, a rank's own tokens), so that an array
 with two of them is a mask or a score."""
@@ -51,12 +58,17 @@ def compiled(request, tmp_path_factory):
     nodes, overrides = PLANS[request.param]
     experiment = resolve("gpt-1b", [*SMALL, f"train.global_batch_size={16 * nodes}", *overrides], "h100", nodes)
     experiment = experiment.model_copy(update={"name": request.param})
-    try:
-        check_compile(experiment)
-    except ConfigError as error:
-        pytest.skip(str(error))
+    check_installed()
     folder = tmp_path_factory.mktemp("compiled")
     return compile_experiment(experiment, "h100", folder), folder, experiment
+
+
+def check_installed():
+    """Skip a test that compiles where the compiler is not installed."""
+    try:
+        check_compile(load_experiment("gpt-1b"))
+    except ConfigError as error:
+        pytest.skip(str(error))
 
 
 def test_small_step_fits(compiled):
@@ -151,16 +163,48 @@ def test_system_without_a_target_is_refused():
         target_of(load_experiment("quickstart"))
 
 
-def test_missing_parts_are_named_in_one_line():
-    program = (
-        "import sys; sys.modules['jax_cuda13_plugin'] = None\n"
-        "from megascale_jax.aot import compile\n"
-        "compile._is_installed = lambda module: False\n"
-        "from megascale_jax.config.load import load_experiment\n"
-        "compile.check_compile(load_experiment('gpt-1b'))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert "run `make aot`" in done.stderr.splitlines()[-1]
+def test_every_package_of_the_extra_is_looked_for_by_a_name_of_its_own():
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["aot"]
+    assert set(PARTS.values()) == {re.match(r"[\w-]+", requirement).group() for requirement in extra}
+    check_installed()
+    owners = {module: set() for module in PARTS}
+    for package in distributions():
+        folders = {".".join(folder.parts) for file in package.files or () for folder in file.parents}
+        for module in folders & PARTS.keys():
+            owners[module].add(package.metadata["Name"])
+    assert owners == {module: {package} for module, package in PARTS.items()}
+
+
+@pytest.mark.parametrize("missing", PARTS)
+def test_missing_parts_are_named(monkeypatch, missing):
+    monkeypatch.setattr(compiling, "find_spec", lambda module: None if module == missing else object())
+    with pytest.raises(ConfigError, match=f"^compiling for absent GPUs needs {PARTS[missing]}: run `make aot`"):
+        check_compile(load_experiment("gpt-1b"))
+
+
+def test_part_of_a_missing_package_is_missing():
+    assert not compiling._is_installed("no_such_package.part")
+
+
+def test_plan_that_the_worker_refuses_is_an_error_of_the_configuration_in_its_words(tmp_path):
+    check_installed()
+    experiment = load_experiment("gpt-1b", ["parallel.data=16"])
+    request = {"experiment": experiment.model_dump(mode="json"), "target": "h100", "nodes": 1}
+    (tmp_path / "request.json").write_text(json.dumps(request))
+    with pytest.raises(ConfigError, match=r"^mesh pipe 1 x data 16 x tensor 1 needs 16 devices, found 8; lower parallel.data"):
+        compiling._run_worker(tmp_path)
+
+
+def test_real_abort_of_the_compiler_is_one_line_and_exit_code_one(tmp_path):
+    """XLA ends with SIGSEGV, in one of its last passes, where it finds no folder for its temporary files."""
+    check_installed()
+    sizes = ("num_layers=1", "hidden_size=64", "num_heads=1", "mlp_size=64", "vocab_size=64", "sequence_length=64", "window=full")
+    overrides = [*(f"model.{size}" for size in sizes), "parallel.micro_batch_size=1", "train.global_batch_size=8"]
+    command = [sys.executable, "-m", "megascale_jax.cli.main", "compile", "gpt-1b", *overrides, "--target", "h100"]
+    environment = os.environ | {"TMPDIR": str(tmp_path / "absent")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert re.fullmatch(r"error: the compiler was ended by SIG[A-Z]+: .*\(last pass: [\w-]+\)\n", done.stderr), done.stderr
 
 
 def test_abort_of_the_compiler_ends_with_its_reason_and_last_pass():
