@@ -1,7 +1,8 @@
 """Runs the compile worker in a subprocess and reads what it leaves: an abort of XLA becomes an error with its reason.
 
 Failure cases: parts of the ``[aot]`` extra missing (`ConfigError`, before anything starts), the compiler aborting or running
-into the time limit (`CompileError`, with XLA's last words), rates unknown for the system (`ConfigError`).
+into the time limit (`CompileError`, with XLA's last words), rates unknown for the system (`ConfigError`), a plan that the
+worker refuses (`ConfigError`, in its words).
 """
 
 import json
@@ -22,13 +23,21 @@ from megascale_jax.config.schema import Experiment
 from megascale_jax.errors import CompileError, ConfigError
 
 LIMIT_S = 1800
-"""No compile of a step has taken a tenth of this."""
-_PARTS = {"jax_cuda13_plugin": "jax-cuda13-plugin", "nvidia.cu13": "nvidia-cuda-nvcc"}
+"""The shipped plans take about a minute; what has not ended by then (deep chunks, the rings of a large model) is given up."""
+PARTS = {
+    "jax_cuda13_plugin": "jax-cuda13-plugin",
+    "jax_plugins.xla_cuda13": "jax-cuda13-pjrt",
+    "nvidia.cu13.bin": "nvidia-cuda-nvcc",
+    "nvidia.cu13.nvvm": "nvidia-nvvm",
+    "nvidia.cudnn": "nvidia-cudnn-cu13",
+    "jax_triton": "jax-triton",
+}
+"""Packages of ``[aot]`` by a module or folder that no other package has."""
 
 
 def check_compile(experiment: Experiment) -> None:
     """Raise ConfigError for what is missing: compiler parts, or numbers of the system."""
-    missing = [package for module, package in _PARTS.items() if not _is_installed(module)]
+    missing = [package for module, package in PARTS.items() if not _is_installed(module)]
     if missing:
         raise ConfigError(f"compiling for absent GPUs needs {', '.join(missing)}: run `make aot`, or pip install 'megascale_jax[aot]'")
     if experiment.system.platform != "gpu" or experiment.system.rates is None or experiment.system.peak_tflops is None:
@@ -38,7 +47,7 @@ def check_compile(experiment: Experiment) -> None:
 def compile_experiment(experiment: Experiment, target: str, folder: Path) -> CompileReport:
     """Compile the step of a checked experiment for absent GPUs; the worker's files stay in ``folder``.
 
-    Raises CompileError when the compiler gives up.
+    Raises CompileError when the compiler gives up, ConfigError when the plan is refused before it starts.
     """
     nodes = -(-MeshShape.of(experiment.parallel).size // TARGETS[target].gpus_per_domain)
     request = {"experiment": experiment.model_dump(mode="json"), "target": target, "nodes": nodes}
@@ -61,6 +70,8 @@ def _run_worker(folder: Path) -> None:
         )
     except subprocess.TimeoutExpired as error:
         raise CompileError(f"the compiler did not end within {LIMIT_S} s; try shallower chunks (parallel.virtual_stages=null)") from error
+    if (refused := folder / "refused.txt").exists():
+        raise ConfigError(refused.read_text())
     if done.returncode:
         raise CompileError(f"the compiler {_end_of(done.returncode)}: {_last_words(done.stderr)}")
 

@@ -4,10 +4,12 @@ Only what a report on time and overlap needs is understood; attributes stay text
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+
+from megascale_jax.aot.sources import source_lines
 
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "bf16": 16, "f16": 16, "s16": 16, "u16": 16}
 _BITS |= {"f32": 32, "s32": 32, "u32": 32, "f64": 64, "s64": 64, "u64": 64, "c64": 64, "c128": 128}
@@ -81,10 +83,16 @@ class Computation:
 
 @dataclass(frozen=True)
 class Module:
-    """A whole program."""
+    """A whole program. ``sources`` are lines of this package by stack frame."""
 
     computations: dict[str, Computation]
     entry: Computation
+    sources: Mapping[int, str]
+
+    def source_of(self, instruction: Instruction) -> str:
+        """The innermost line of this package that made an instruction; empty where the text does not tell."""
+        found = re.search(r"\bstack_frame_id=(\d+)", instruction.attributes)
+        return self.sources.get(int(found.group(1)), "") if found else ""
 
 
 def parse_module(text: str) -> Module:
@@ -93,7 +101,8 @@ def parse_module(text: str) -> Module:
         raise ValueError("the module is not scheduled: there is no order to read; expected the text of a compiled executable")
     computations: dict[str, Computation] = {}
     entry, name, body = None, None, []
-    for line in text.splitlines():
+    lines = text.splitlines()
+    for line in lines:
         if header := _HEADER.match(line):
             name, body = header.group(2), []
             if header.group(1):
@@ -105,7 +114,7 @@ def parse_module(text: str) -> Module:
             body.append(instruction)
     if entry is None:
         raise ValueError("the module has no ENTRY computation")
-    return Module(computations, computations[entry])
+    return Module(computations, computations[entry], source_lines(lines))
 
 
 def trip_count(loop: Instruction) -> int:

@@ -25,10 +25,11 @@ Streams = Mapping[str, int]
 
 @dataclass(frozen=True)
 class CollectiveRecord:
-    """One collective of the schedule, as often as its loops run it; seconds are of one run."""
+    """One collective of the schedule, as often as its loops run it; seconds are of one run. ``source`` is empty where unknown."""
 
     name: str
     scope: str
+    source: str
     cost: Collective
     exposed_s: float
     is_sync: bool
@@ -193,7 +194,14 @@ class _Walk:
                 queues.compute(seconds)
         own = [
             CollectiveRecord(
-                name, scope_of(start), cost, max(cost.seconds - queues.hidden_s[name], 0.0), _is_sync(start), beside.get(name, 0), 1
+                name=name,
+                scope=scope_of(start),
+                source=self.model.module.source_of(start),
+                cost=cost,
+                exposed_s=max(cost.seconds - queues.hidden_s[name], 0.0),
+                is_sync=_is_sync(start),
+                gemms_beside=beside.get(name, 0),
+                count=1,
             )
             for name, (start, cost) in costs.items()
         ]

@@ -96,7 +96,7 @@ def make_report(
         seconds_of={**everything.seconds_of},
         waits_s=everything.waits_s,
         collectives=tuple(_groups(strict)),
-        sync_collectives=tuple(sorted({_label(record) for record in strict.collectives if record.is_sync})),
+        sync_collectives=tuple(sorted({_label_with_source(record) for record in strict.collectives if record.is_sync})),
         uncovered_collectives=tuple(
             sorted({_label(record) for record in strict.collectives if record.scope.split("/")[0] in LOOPS and not record.gemms_beside})
         ),
@@ -152,3 +152,7 @@ def _tick_over_gemm(model: CostModel) -> float | None:
 
 def _label(record: CollectiveRecord) -> str:
     return f"{record.scope or 'outside'} {record.cost.opcode} over {record.cost.axis}"
+
+
+def _label_with_source(record: CollectiveRecord) -> str:
+    return _label(record) + (f" ({record.source})" if record.source else "")

@@ -2,7 +2,7 @@
 
 ``python -m megascale_jax.aot.worker FOLDER`` reads ``request.json`` (``experiment``, ``target``, ``nodes``) in the folder and
 leaves there ``module.hlo`` (the scheduled program), ``streams.json`` (communication stream of each collective) and
-``result.json`` (seconds and bytes). Run with ``JAX_PLATFORMS=cpu``.
+``result.json`` (seconds and bytes). Run with ``JAX_PLATFORMS=cpu``. A plan that is refused leaves ``refused.txt``.
 """
 
 import json
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from megascale_jax.aot.targets import TARGETS
 from megascale_jax.aot.topology import absent_devices
 from megascale_jax.config.schema import Experiment
+from megascale_jax.errors import ConfigError
 from megascale_jax.parallel.plan import BATCH_PARTITION, VOTE_PARTITION, Plan, make_plan
 from megascale_jax.train.state import abstract_state
 from megascale_jax.train.step import BATCH_KEYS, make_steps
@@ -28,6 +29,8 @@ COMPILER_OPTIONS: dict[str, Any] = {
 }
 """Beside those that the step has by itself (`comm/flags.py`)."""
 _STREAM = re.compile(r"^\s*(\d+): kAsyncStart.*stream=communication_stream\[(\d+)\]", re.MULTILINE)
+_BUFFER = re.compile(r"^ *[\d.]+\w+\([ \d]+%\); *([\d.]+)([GM]iB);[^;]*;[^;]*;(.*)$", re.MULTILINE)
+"""Running sum with its share, size, offset, number of values, arrays."""
 _ANNOTATION = re.compile(r'profile_annotation: "([^"]+)"\s+thunk_id: (\d+)')
 
 
@@ -75,9 +78,9 @@ def _streams(dump: Path) -> dict[str, int]:
 
 
 def _largest_buffers(dump: Path, count: int = 8) -> list[str]:
-    """Lines of XLA's memory report that name the largest buffers."""
-    lines = [line.strip() for line in _one(dump, "*memory-usage-report.txt").splitlines()]
-    return [line for line in lines if re.search(r"\d(GiB|MiB)", line)][:count]
+    """Size and arrays of the largest buffers, from the rows of XLA's memory report."""
+    rows = _BUFFER.findall(_one(dump, "*memory-usage-report.txt"))
+    return [f"{size} {unit}: {arrays.strip()}" for size, unit, arrays in rows[:count]]
 
 
 def _one(folder: Path, pattern: str) -> str:
@@ -85,4 +88,9 @@ def _one(folder: Path, pattern: str) -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    place = Path(sys.argv[1])
+    try:
+        main(place)
+    except ConfigError as error:
+        (place / "refused.txt").write_text(str(error))
+        sys.exit(2)

@@ -1,5 +1,7 @@
 """`megascale compile`: the run's own step, compiled for GPUs that are not there, and what its schedule says."""
 
+import re
+import shlex
 import tempfile
 from pathlib import Path
 from shutil import copyfile
@@ -11,8 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from megascale_jax.aot.compile import check_compile, compile_experiment
-from megascale_jax.aot.report import CompileReport, scaled
+from megascale_jax.aot.report import FITS, CompileReport, scaled
 from megascale_jax.aot.targets import TARGETS
+from megascale_jax.config.advice import advice_on_memory
 from megascale_jax.config.layout import MeshShape, advice_on_depth
 from megascale_jax.config.load import load_experiment
 from megascale_jax.config.schema import Experiment
@@ -48,7 +51,9 @@ def compile_step(
     check_output_path(lanes, "--lanes")
     plans = [resolve(experiment, overrides or [], target, nodes)]
     if compare is not None:
-        plans.append(resolve(experiment, [*(overrides or []), *compare.split()], target, nodes))
+        plans.append(resolve(experiment, [*(overrides or []), *split_overrides(compare)], target, nodes))
+        if plans[0] == plans[1]:
+            raise UsageError(f"--compare {compare!r} changes nothing; give overrides that make another plan, such as parallel.remat=full")
     for plan in plans:
         check_compile(plan)
     console, reports = Console(), []
@@ -73,30 +78,73 @@ def compile_step(
             f"{reports[0].experiment}, {reports[0].devices:,} {reports[0].target}: one steady tick (estimates from the compiled schedule)"
         )
         replace_file(lanes, lanes_svg(reports[0].as_data()["steady_tick"], heading).encode())
-    for name, report in zip(("plan", "other plan"), reports, strict=False):
+    for name, report, plan in zip(("plan", "other plan"), reports, plans, strict=False):
         if not report.fits:
-            console.print(Text(f"{name}: {_advice(report)}", style="red"), soft_wrap=True)
+            console.print(Text(f"{name}: {_advice(report, plan)}", style="red"), soft_wrap=True)
     if not reports[0].fits:
         raise typer.Exit(1)
 
 
 def resolve(experiment: str, overrides: list[str], target: str | None, nodes: int | None) -> Experiment:
-    """The experiment on its target, with the data axis that fills the nodes. Raises UsageError where it does not."""
+    """The experiment on its target, with the data axis that fills the nodes.
+
+    Raises UsageError where it does not, and for an override that an option would undo.
+    """
     changes = list(overrides)
     if target is not None:
         if target not in TARGETS:
             raise UsageError(f"--target {target} is not known; known: {', '.join(TARGETS)}")
+        _refuse_overrides(overrides, ("system", "system.device"), f"--target {target}")
         changes.append(f"system={target}")
+    if nodes is not None:
+        _refuse_overrides(overrides, ("parallel.data",), f"--nodes {nodes}")
     if nodes is None:
         return load_experiment(experiment, changes)
     bare = load_experiment(experiment, changes, checked=False)
-    replica = bare.parallel.pipe * bare.parallel.tensor
-    devices = nodes * TARGETS[target_of(bare)].gpus_per_domain
+    pipe, tensor = bare.parallel.pipe, bare.parallel.tensor
+    replica, per_node = pipe * tensor, TARGETS[target_of(bare)].gpus_per_domain
+    devices = nodes * per_node
     if devices % replica:
+        good = ", ".join(map(str, _nearest_nodes(bare, nodes, per_node))) or "none for this batch: change train.global_batch_size"
         raise UsageError(
-            f"--nodes {nodes} are {devices} devices, not divisible by pipe {bare.parallel.pipe} x tensor {bare.parallel.tensor} = {replica}"
+            f"--nodes {nodes} are {devices} devices, not divisible by pipe {pipe} x tensor {tensor} = {replica}; nearest: {good}"
         )
     return load_experiment(experiment, [*changes, f"parallel.data={devices // replica}"])
+
+
+def _nearest_nodes(experiment: Experiment, nodes: int, per_node: int) -> list[int]:
+    """Two node counts, on both sides where there are some, that whole replicas fill and whose data axis divides the batch."""
+    parallel, batch = experiment.parallel, experiment.train.global_batch_size
+    replica, rows = parallel.pipe * parallel.tensor, parallel.micro_batch_size * parallel.pipe
+    sizes = [data for data in range(1, batch // rows + 1) if batch % (data * rows) == 0 and data * replica % per_node == 0]
+    good = [data * replica // per_node for data in sizes]
+    above = [count for count in good if count > nodes]
+    return sorted([*[count for count in good if count < nodes][-1:], *above][:2])
+
+
+def split_overrides(text: str) -> list[str]:
+    """Overrides in one text, split and unquoted as a shell does it; a part without ``key=`` belongs to the one before it.
+
+    So a list needs no quotes of its own: ``model.window=[768, full]``. Raises UsageError for a quote that does not end.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"--compare {text!r}: {error}; expected overrides such as 'parallel.remat=full model.window=768'") from error
+    found: list[str] = []
+    for word in words:
+        if found and not re.match(r"[A-Za-z_][\w.]*=", word):
+            found[-1] += f" {word}"
+        else:
+            found.append(word)
+    return found
+
+
+def _refuse_overrides(overrides: list[str], keys: tuple[str, ...], option: str) -> None:
+    """Raise UsageError for an override of a key that an option decides."""
+    for override in overrides:
+        if override.partition("=")[0] in keys:
+            raise UsageError(f"{override} and {option} decide the same thing; leave one of them out")
 
 
 def target_of(experiment: Experiment) -> str:
@@ -159,10 +207,10 @@ def _fraction(report: CompileReport, part: str) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _advice(report: CompileReport) -> str:
+def _advice(report: CompileReport, plan: Experiment) -> str:
     lines = "\n  ".join(report.largest_buffers)
+    smaller = "; ".join(advice_on_memory(plan)) or "a smaller model or a GPU with more memory: this plan has nothing left to give"
     return (
-        f"{report.peak_bytes / GIB:.1f} GiB do not fit into 90 % of {report.device_bytes / GIB:.1f} GiB. Largest buffers:\n  {lines}\n"
-        "What would help: parallel.remat=selective or full (residuals), a larger parallel.data (masters and moments), "
-        "parallel.tensor or parallel.pipe (everything)"
+        f"{report.peak_bytes / GIB:.1f} GiB do not fit into {FITS:.0%} of {report.device_bytes / GIB:.1f} GiB. "
+        f"Largest buffers:\n  {lines}\nWhat would help: {smaller}"
     )

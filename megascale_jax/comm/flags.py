@@ -97,9 +97,14 @@ def nccl_variables(system: SystemConfig) -> tuple[Setting, ...]:
     )
 
 
-def known_step_options(system: SystemConfig, compiles: Callable[[Mapping[str, str | int | bool]], bool]) -> dict[str, str | int | bool]:
-    """Step options that the installed jaxlib takes; ``compiles`` tells whether a program compiles with some."""
-    settings = step_settings(system)
+def known_step_options(
+    system: SystemConfig, compiles: Callable[[Mapping[str, str | int | bool]], bool], environment: Mapping[str, str] = os.environ
+) -> dict[str, str | int | bool]:
+    """Step options that the installed jaxlib takes; ``compiles`` tells whether a program compiles with some.
+
+    Those that the user has set in ``XLA_FLAGS`` are left out: an option of a compile would win over the flag.
+    """
+    settings = _not_given(step_settings(system), environment.get("XLA_FLAGS", ""))
     if not settings or compiles({setting.name: setting.value for setting in settings}):
         return {setting.name: setting.value for setting in settings}
     known = {setting.name: setting.value for setting in settings if compiles({setting.name: setting.value})}
@@ -111,7 +116,7 @@ def prepare_process(system: SystemConfig, environment: dict[str, str] | None = N
     """Put flags and variables into the environment, this process's by default, before JAX starts; gives what it set."""
     target = os.environ if environment is None else environment
     given = target.get("XLA_FLAGS", "")
-    missing = [flag for flag in process_flags(system) if not re.search(rf"--{flag.name}\b", given)]
+    missing = _not_given(process_flags(system), given)
     refused = refused_flags(missing) if missing else set()
     _warn_of(flag for flag in missing if flag.name in refused)
     flags = [flag for flag in missing if flag.name not in refused]
@@ -146,6 +151,11 @@ def refused_flags(flags: Iterable[Setting]) -> set[str]:
         return {flag.name for flag in flags}
     named = set(re.findall(r"--(\w+)", found.group(1)))
     return {flag.name for flag in flags if flag.name in named}
+
+
+def _not_given(settings: Iterable[Setting], given: str) -> list[Setting]:
+    """Settings that a value of ``XLA_FLAGS`` does not name."""
+    return [setting for setting in settings if not re.search(rf"--{setting.name}\b", given)]
 
 
 def _warn_of(settings: Iterable[Setting]) -> None:

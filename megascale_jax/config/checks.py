@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from megascale_jax.config.difference import Difference
 from megascale_jax.config.layout import MeshShape, round_up, virtual_stages_of
 from megascale_jax.config.memory import GIB, state_bytes
-from megascale_jax.config.schema import TRITON_HEAD_SIZES, Experiment
+from megascale_jax.config.schema import TRITON_HEAD_SIZES, Experiment, ModelConfig, ParallelConfig
 from megascale_jax.config.stages import place_layers
 from megascale_jax.errors import ConfigError
 
@@ -92,17 +92,40 @@ def _pipeline(experiment: Experiment) -> Iterator[str]:
     model, parallel = experiment.model, experiment.parallel
     if model.window == ():
         return
+    if parallel.pipe > model.num_layers:
+        good = _good_pipes(model, parallel)
+        yield f"parallel.pipe {parallel.pipe} exceeds model.num_layers {model.num_layers}: a stage would hold no layer; {good}"
+        return
     virtual_stages, most = virtual_stages_of(model, parallel), model.num_layers // parallel.pipe
-    if virtual_stages > max(most, 1):
+    if virtual_stages > most and (good := _placeable(model, parallel, "virtual_stages", most)):
         yield (
             f"parallel.virtual_stages {virtual_stages} exceeds the {most} layers of a stage "
-            f"(model.num_layers {model.num_layers} over parallel.pipe {parallel.pipe}); set parallel.virtual_stages={max(most, 1)} or less"
+            f"(model.num_layers {model.num_layers} over parallel.pipe {parallel.pipe}); good values: {', '.join(map(str, good))}"
         )
-        return
+    elif problem := _misplaced(model, parallel):
+        yield problem
+
+
+def _good_pipes(model: ModelConfig, parallel: ParallelConfig) -> str:
+    if good := _placeable(model, parallel, "pipe", model.num_layers):
+        return f"good values: {', '.join(map(str, good))}"
+    even = parallel.model_copy(update={"virtual_stages": None, "layers": None})
+    good = _placeable(model, even, "pipe", model.num_layers)
+    return f"good values, with parallel.virtual_stages=null and parallel.layers=null: {', '.join(map(str, good))}"
+
+
+def _placeable(model: ModelConfig, parallel: ParallelConfig, field: str, most: int) -> list[int]:
+    """Values of a field, from 1 on, with which all layers find a place."""
+    return [value for value in range(1, most + 1) if not _misplaced(model, parallel.model_copy(update={field: value}))]
+
+
+def _misplaced(model: ModelConfig, parallel: ParallelConfig) -> str | None:
+    """Why the layers cannot be placed, if they cannot."""
     try:
-        place_layers(model.num_layers, parallel.pipe, virtual_stages, parallel.layers).windows(model.windows)
+        place_layers(model.num_layers, parallel.pipe, virtual_stages_of(model, parallel), parallel.layers).windows(model.windows)
     except ConfigError as error:
-        yield str(error)
+        return str(error)
+    return None
 
 
 def _limits(experiment: Experiment) -> Iterator[str]:

@@ -1,23 +1,32 @@
 """A small three-dimensional step compiled for absent H100s; skips where the parts of ``[aot]`` are not installed."""
 
 import json
+import os
+import re
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import distributions
+from pathlib import Path
 
 import pytest
 
-from megascale_jax.aot.compile import _end_of, _last_words, check_compile, compile_experiment
+import megascale_jax.aot.compile as compiling
+from megascale_jax.aot.compile import PARTS, _end_of, _last_words, check_compile, compile_experiment
 from megascale_jax.aot.cost import CostModel
-from megascale_jax.aot.hlo import parse_module
+from megascale_jax.aot.hlo import Array, parse_module
 from megascale_jax.aot.overlap import loop_bodies, loop_records
+from megascale_jax.aot.worker import _largest_buffers
 from megascale_jax.cli.compile import resolve, target_of
 from megascale_jax.cli.schedule import schedule_of, tick_plans
 from megascale_jax.config.layout import MeshShape
 from megascale_jax.config.load import load_experiment
 from megascale_jax.errors import CompileError, ConfigError, UsageError
 
+ROOT = Path(__file__).resolve().parents[2]
 LENGTH = 1536
-"""Sequence length: a number that no other dim has, so that an array with two of it is a mask or a score."""
+"""Sequence length: no other dim has this number, or its half (halves of the sequence, a rank's own tokens), so that an array
+with two of them is a mask or a score."""
 SMALL = [
     "model.num_layers=4",
     "model.hidden_size=1024",
@@ -49,12 +58,17 @@ def compiled(request, tmp_path_factory):
     nodes, overrides = PLANS[request.param]
     experiment = resolve("gpt-1b", [*SMALL, f"train.global_batch_size={16 * nodes}", *overrides], "h100", nodes)
     experiment = experiment.model_copy(update={"name": request.param})
-    try:
-        check_compile(experiment)
-    except ConfigError as error:
-        pytest.skip(str(error))
+    check_installed()
     folder = tmp_path_factory.mktemp("compiled")
     return compile_experiment(experiment, "h100", folder), folder, experiment
+
+
+def check_installed():
+    """Skip a test that compiles where the compiler is not installed."""
+    try:
+        check_compile(load_experiment("gpt-1b"))
+    except ConfigError as error:
+        pytest.skip(str(error))
 
 
 def test_small_step_fits(compiled):
@@ -97,8 +111,26 @@ def test_program_holds_no_array_of_sequence_by_sequence(compiled):
     _, folder, _ = compiled
     module = parse_module((folder / "module.hlo").read_text())
     arrays = [array for part in module.computations.values() for i in part.instructions for array in i.arrays]
-    assert any(LENGTH in array.dims for array in arrays)
-    assert [array for array in arrays if array.dims.count(LENGTH) > 1] == []
+    assert all(any(length in array.dims for array in arrays) for length in (LENGTH, LENGTH // 2))
+    assert [array for array in arrays if is_sequence_by_sequence(array)] == []
+
+
+def is_sequence_by_sequence(array):
+    return sum(dim in (LENGTH, LENGTH // 2) for dim in array.dims) > 1
+
+
+@pytest.mark.parametrize(
+    ("dims", "found"),
+    [
+        ((LENGTH, LENGTH), True),
+        ((4, LENGTH // 2, LENGTH), True),
+        ((LENGTH // 2, 4, LENGTH // 2), True),
+        ((1, LENGTH // 2, 1024), False),
+        ((2, LENGTH, 128), False),
+    ],
+)
+def test_halves_of_the_sequence_count_as_the_sequence(dims, found):
+    assert is_sequence_by_sequence(Array("f32", dims)) == found
 
 
 def test_streams_are_known_for_the_asynchronous_collectives(compiled):
@@ -131,16 +163,48 @@ def test_system_without_a_target_is_refused():
         target_of(load_experiment("quickstart"))
 
 
-def test_missing_parts_are_named_in_one_line():
-    program = (
-        "import sys; sys.modules['jax_cuda13_plugin'] = None\n"
-        "from megascale_jax.aot import compile\n"
-        "compile._is_installed = lambda module: False\n"
-        "from megascale_jax.config.load import load_experiment\n"
-        "compile.check_compile(load_experiment('gpt-1b'))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert "run `make aot`" in done.stderr.splitlines()[-1]
+def test_every_package_of_the_extra_is_looked_for_by_a_name_of_its_own():
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["aot"]
+    assert set(PARTS.values()) == {re.match(r"[\w-]+", requirement).group() for requirement in extra}
+    check_installed()
+    owners = {module: set() for module in PARTS}
+    for package in distributions():
+        folders = {".".join(folder.parts) for file in package.files or () for folder in file.parents}
+        for module in folders & PARTS.keys():
+            owners[module].add(package.metadata["Name"])
+    assert owners == {module: {package} for module, package in PARTS.items()}
+
+
+@pytest.mark.parametrize("missing", PARTS)
+def test_missing_parts_are_named(monkeypatch, missing):
+    monkeypatch.setattr(compiling, "find_spec", lambda module: None if module == missing else object())
+    with pytest.raises(ConfigError, match=f"^compiling for absent GPUs needs {PARTS[missing]}: run `make aot`"):
+        check_compile(load_experiment("gpt-1b"))
+
+
+def test_part_of_a_missing_package_is_missing():
+    assert not compiling._is_installed("no_such_package.part")
+
+
+def test_plan_that_the_worker_refuses_is_an_error_of_the_configuration_in_its_words(tmp_path):
+    check_installed()
+    experiment = load_experiment("gpt-1b", ["parallel.data=16"])
+    request = {"experiment": experiment.model_dump(mode="json"), "target": "h100", "nodes": 1}
+    (tmp_path / "request.json").write_text(json.dumps(request))
+    with pytest.raises(ConfigError, match=r"^mesh pipe 1 x data 16 x tensor 1 needs 16 devices, found 8; lower parallel.data"):
+        compiling._run_worker(tmp_path)
+
+
+def test_real_abort_of_the_compiler_is_one_line_and_exit_code_one(tmp_path):
+    """XLA ends with SIGSEGV, in one of its last passes, where it finds no folder for its temporary files."""
+    check_installed()
+    sizes = ("num_layers=1", "hidden_size=64", "num_heads=1", "mlp_size=64", "vocab_size=64", "sequence_length=64", "window=full")
+    overrides = [*(f"model.{size}" for size in sizes), "parallel.micro_batch_size=1", "train.global_batch_size=8"]
+    command = [sys.executable, "-m", "megascale_jax.cli.main", "compile", "gpt-1b", *overrides, "--target", "h100"]
+    environment = os.environ | {"TMPDIR": str(tmp_path / "absent")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert re.fullmatch(r"error: the compiler was ended by SIG[A-Z]+: .*\(last pass: [\w-]+\)\n", done.stderr), done.stderr
 
 
 def test_abort_of_the_compiler_ends_with_its_reason_and_last_pass():
@@ -151,3 +215,21 @@ def test_abort_of_the_compiler_ends_with_its_reason_and_last_pass():
     assert _last_words("I1129 x\nFatal Python error: Aborted\nExtension modules: numpy\n") == "Fatal Python error: Aborted"
     assert _end_of(-9) == "was ended by SIGKILL (out of memory?)" and _end_of(1) == "ended with code 1"
     assert issubclass(CompileError, Exception)
+
+
+def test_largest_buffers_are_sizes_and_arrays_without_sums(tmp_path):
+    rows = [
+        "Memory Space: default (color=0)",
+        "Total bytes: 46952867926 (43.73GiB)",
+        "  cumulative_size;       size;       offset; used_by_n_values; shapes_list",
+        "  ------------------------------------------------------------",
+        "    9.64GiB( 20%);    9.64GiB;            0;               47; bf16[1,1,512,17920], 31×bf16[141,1,2048,17920]",
+        "   10.14GiB(100%);  512.00MiB;  10349445120;               15; 15×f32[3,1,20480,17920]",
+        "   10.14GiB(100%);    8.00KiB;  10349445128;                1; f32[2048]",
+    ]
+    (tmp_path / "m.memory-usage-report.txt").write_text("\n".join(rows) + "\n")
+    assert _largest_buffers(tmp_path) == [
+        "9.64 GiB: bf16[1,1,512,17920], 31×bf16[141,1,2048,17920]",
+        "512.00 MiB: 15×f32[3,1,20480,17920]",
+    ]
+    assert len(_largest_buffers(tmp_path, count=1)) == 1

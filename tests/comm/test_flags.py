@@ -55,6 +55,16 @@ def test_what_the_user_has_set_stays(monkeypatch):
     assert done.isdisjoint({"xla_gpu_execution_terminate_timeout", "NCCL_IB_TIMEOUT"})
 
 
+def test_step_options_that_the_user_has_set_are_left_to_the_environment():
+    first, *others = [setting.name for setting in step_settings(GPU)]
+    tried = []
+    environment = {"XLA_FLAGS": f"--xla_x --{first}=false --{others[0]}_longer=1"}
+    assert list(known_step_options(GPU, lambda options: tried.append(set(options)) or True, environment)) == others
+    assert tried == [set(others)]
+    everything = {"XLA_FLAGS": " ".join(setting.as_flag for setting in step_settings(GPU))}
+    assert known_step_options(GPU, _compiles, everything) == {}
+
+
 def test_limits_of_the_system_file_reach_the_flags():
     assert "--xla_gpu_execution_terminate_timeout=1700s" in [flag.as_flag for flag in process_flags(GPU)]
     assert {variable.name: variable.value for variable in nccl_variables(GPU)}["NCCL_IB_TIMEOUT"] == 22

@@ -54,7 +54,10 @@ def problems(**values: Any) -> str:
             {"parallel__pipe": 3},
             "model.num_layers 4 is not divisible by parallel.pipe * parallel.virtual_stages = 3 * 1 = 3; nearest: 3, 6",
         ),
-        ({"parallel__virtual_stages": 5}, "parallel.virtual_stages 5 exceeds the 4 layers of a stage"),
+        (
+            {"parallel__virtual_stages": 5},
+            "parallel.virtual_stages 5 exceeds the 4 layers of a stage (model.num_layers 4 over parallel.pipe 1); good values: 1, 2, 4",
+        ),
         ({"parallel__layers": [2, 1]}, "parallel.layers loses 1 layers"),
         (
             {"system__limits__execution_s": 500},
@@ -62,8 +65,20 @@ def problems(**values: Any) -> str:
         ),
         (
             {"parallel__pipe": 2, "parallel__virtual_stages": 3},
-            "parallel.virtual_stages 3 exceeds the 2 layers of a stage (model.num_layers 4 over parallel.pipe 2); "
-            "set parallel.virtual_stages=2",
+            "parallel.virtual_stages 3 exceeds the 2 layers of a stage (model.num_layers 4 over parallel.pipe 2); good values: 1, 2",
+        ),
+        (
+            {"parallel__pipe": 8, "parallel__virtual_stages": 2},
+            "parallel.pipe 8 exceeds model.num_layers 4: a stage would hold no layer; good values: 1, 2",
+        ),
+        ({"parallel__pipe": 5}, "parallel.pipe 5 exceeds model.num_layers 4: a stage would hold no layer; good values: 1, 2, 4"),
+        (
+            {"parallel__pipe": 8, "parallel__virtual_stages": 5},
+            "good values, with parallel.virtual_stages=null and parallel.layers=null: 1, 2, 4",
+        ),
+        (
+            {"model__num_layers": 5, "parallel__pipe": 2, "parallel__virtual_stages": 3},
+            "model.num_layers 5 is not divisible by parallel.pipe * parallel.virtual_stages = 2 * 3 = 6; nearest: 6",
         ),
         ({"parallel__pipe": 2, "parallel__layers": [3, 2]}, "parallel.layers doubles 1 layers"),
         ({"parallel__pipe": 2, "model__window": [64, 64, 64, "full"]}, "model.window gives layer 1 64 and layer 3 full"),

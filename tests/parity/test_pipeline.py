@@ -42,6 +42,8 @@ SHAPES = [
     (2, 3, 2, 2, 1),
     (4, 2, 4, 2, 1),
 ]
+BF16_TOLERANCE = 2 * 2**-8 * (4 * 10) ** 0.5
+"""Four layers round about ten times each on the way there and back; such errors add up like a random walk, of which two sigma."""
 REMATS = ("none", "selective", "full")
 KINDS = {1: ("tied", "serial", "gqa"), 2: ("tied", "gqa"), 3: ("gqa", "tied")}
 """Serial blocks, twice the branches, only where chunks are few: compiling is what these tests pay for."""
@@ -112,12 +114,41 @@ def test_loss_and_gradients_equal_float64_reference(shape, remat, kind, delay):
     check(kind, shape, configured(kind, shape, remat, delay))
 
 
-@pytest.mark.parametrize(("shape", "remat", "kind"), [((2, 1, 4, 1, 4), "none", "tied"), ((2, 1, 4, 2, 2), "full", "gqa")], ids=case_id)
+@pytest.mark.parametrize(("shape", "delay"), [((1, 1, 1, 1, 1), 1), ((1, 2, 3, 1, 2), 0)], ids=case_id)
+def test_one_stage_equals_the_reference(shape, delay):
+    """The smallest plan of all, and backward passes that begin in the tick of their forward pass's end."""
+    check("gqa", shape, configured("gqa", shape, delay=delay))
+
+
+@pytest.mark.parametrize(
+    ("shape", "remat", "kind"),
+    [
+        ((1, 2, 3, 1, 2), "none", "gqa"),
+        ((2, 1, 4, 1, 4), "none", "tied"),
+        ((2, 1, 4, 2, 2), "full", "gqa"),
+        ((2, 2, 4, 1, 2), "selective", "gqa"),
+    ],
+    ids=case_id,
+)
 def test_ring_products_equal_the_reference(shape, remat, kind):
     config = configured(kind, shape, remat, overlap="ring")
     executor = plan_of(config).executor
     assert isinstance(executor, Pipeline) and executor.shape.ring and not executor.shape.split
     check(kind, shape, config)
+
+
+def test_bfloat16_stays_within_its_precision_on_three_axes():
+    kind, shape = "gqa", (2, 2, 4, 2, 2)
+    config = configured(kind, shape, compute_dtype="bfloat16")
+    plan = plan_of(config)
+    _, params = random_parameters(plan)
+    loss, gradients = make_steps(config, plan).gradients(params, place_batch(plan, batch_of(config)))
+    expected_loss, expected = reference(kind, (2, 2, 4, 1, 1))
+    assert abs(float(loss) - expected_loss) < 2**-8 * expected_loss
+    floor = 1e-2 * max(np.abs(g).max() for g in expected.values())
+    errors = {name: relative_error(g, expected[name], floor) for name, g in logical(plan, gradients).items()}
+    assert 1e-4 < max(errors.values()) < BF16_TOLERANCE, errors
+    assert all(g.dtype == np.float32 for g in gradients.values())
 
 
 @pytest.mark.parametrize(("kind", "shape"), [("tied", (2, 2, 2, 4, 1)), ("gqa", (2, 2, 2, 2, 2))], ids=case_id)

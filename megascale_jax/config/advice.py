@@ -1,0 +1,46 @@
+"""What would make a plan smaller on a device: only values that every rule accepts, so that none is refused in its turn. No JAX."""
+
+from collections.abc import Iterable, Mapping
+
+from megascale_jax.config.checks import check
+from megascale_jax.config.layout import MeshShape
+from megascale_jax.config.schema import Experiment
+from megascale_jax.errors import ConfigError
+
+_REMAT: Mapping[str, str] = {"none": "parallel.remat=selective or full", "selective": "parallel.remat=full"}
+
+
+def advice_on_memory(experiment: Experiment) -> list[str]:
+    """Overrides for a checked plan, each with what it makes smaller; empty when nothing is left."""
+    parallel, batch = experiment.parallel, experiment.train.global_batch_size
+    advice = [f"{_REMAT[parallel.remat]} (residuals)"] if parallel.remat in _REMAT else []
+    for field, values, smaller in (
+        ("micro_batch_size", range(parallel.micro_batch_size - 1, 0, -1), "residuals and activations"),
+        ("tensor", range(parallel.tensor + 1, experiment.model.num_heads + 1), "everything, on {devices:,} devices"),
+        ("pipe", range(parallel.pipe + 1, experiment.model.num_layers + 1), "all of the state, on {devices:,} devices"),
+        ("data", range(parallel.data + 1, batch // parallel.micro_batch_size + 1), "masters and moments, on {devices:,} devices"),
+    ):
+        if found := _first(experiment, field, values):
+            overrides, devices = found
+            advice.append(f"{overrides} ({smaller.format(devices=devices)})")
+    return advice
+
+
+def _first(experiment: Experiment, field: str, values: Iterable[int]) -> tuple[str, int] | None:
+    """Overrides with the first value that is accepted, with other chunks if need be, and the devices of that plan."""
+    for value in values:
+        changes: dict[str, int | None] = {field: value}
+        for change in (changes, changes | {"virtual_stages": None}):
+            plan = experiment.model_copy(update={"parallel": experiment.parallel.model_copy(update=change)})
+            if _is_accepted(plan):
+                text = " ".join(f"parallel.{key}={'null' if number is None else number}" for key, number in change.items())
+                return text, MeshShape.of(plan.parallel).size
+    return None
+
+
+def _is_accepted(experiment: Experiment) -> bool:
+    try:
+        check(experiment)
+    except ConfigError:
+        return False
+    return True
