@@ -241,7 +241,7 @@ _OPERATION = re.compile(r"[FRBLEHDPWZTab]\d*\.\w+")
 def scope_of(instruction: Instruction) -> str:
     """The innermost named part of the step that an instruction belongs to, such as ``steady/B1.gather``; empty outside."""
     found = instruction.text("op_name") or ""
-    words = found.split("/")
+    words = re.split(r"[/:()]", found)  # XLA joins the names of what it joins: ``(a/b:c/d)``
     part = next((word for word in words if word in PARTS), "")
     operation = next((word for word in reversed(words) if _OPERATION.fullmatch(word)), "close" if "close" in words else "")
     return "/".join(word for word in (part, operation) if word)

@@ -47,6 +47,10 @@ def step_settings(system: SystemConfig) -> tuple[Setting, ...]:
             "a phase has two transfers in flight, mostly one on NVLink and one on the network",
         ),
         Setting("xla_gpu_experimental_enable_collective_multi_streaming", True, "or both would queue on one communication stream"),
+        *(
+            Setting(f"xla_gpu_{kind}_combine_threshold_bytes", 0, "messages that XLA joins leave the phases that hide them")
+            for kind in ("all_gather", "reduce_scatter")
+        ),
     )
 
 

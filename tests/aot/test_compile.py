@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -15,7 +16,8 @@ import megascale_jax.aot.compile as compiling
 from megascale_jax.aot.compile import PARTS, _end_of, _last_words, check_compile, compile_experiment
 from megascale_jax.aot.cost import CostModel
 from megascale_jax.aot.hlo import Array, parse_module
-from megascale_jax.aot.overlap import loop_bodies, loop_records
+from megascale_jax.aot.overlap import PARTS as STEP_PARTS
+from megascale_jax.aot.overlap import loop_bodies, loop_records, part_of
 from megascale_jax.aot.worker import _largest_buffers
 from megascale_jax.cli.compile import resolve, target_of
 from megascale_jax.cli.schedule import schedule_of, tick_plans
@@ -28,13 +30,13 @@ LENGTH = 1536
 """Sequence length: no other dim has this number, or its half (halves of the sequence, a rank's own tokens), so that an array
 with two of them is a mask or a score."""
 SMALL = [
-    "model.num_layers=4",
-    "model.hidden_size=1024",
-    "model.num_heads=8",
-    "model.mlp_size=4096",
+    "model.num_layers=8",
+    "model.hidden_size=4096",
+    "model.num_heads=32",
+    "model.mlp_size=16384",
     "model.vocab_size=2000",
     f"model.sequence_length={LENGTH}",
-    "model.window=512",
+    "model.window=[512, full]",
     "parallel.pipe=2",
     "parallel.tensor=2",
     "parallel.virtual_stages=2",
@@ -45,11 +47,16 @@ ONE_STAGE = [
     "parallel.pipe=1",
     "parallel.virtual_stages=null",
     "parallel.micro_batch_size=2",
-    "model.window=[512, full]",
-    "model.num_layers=8",
 ]
 PLANS = {"8-gpus": (1, []), "64-gpus": (8, []), "64-gpus-one-stage": (8, ONE_STAGE)}
-PEAK_MIB = {"8-gpus": 531, "64-gpus": 452, "64-gpus-one-stage": 895}
+EXPOSED = {
+    "8-gpus": {"P.gather_a"},
+    "64-gpus": {"P.gather_a"},
+    "64-gpus-one-stage": {"B1.gather", "L0.scatter"},
+}
+"""Messages of loops that need not be covered. ``P.gather_a``: nothing follows the last phase of a warm-up tick, and XLA lets a
+message as short as here end under copies. One stage: its plan has no product left beside these two in the cool-down."""
+PEAK_MIB = {"8-gpus": 10_540, "64-gpus": 8_140, "64-gpus-one-stage": 8_045}
 """Recorded peak, with 3 % of air: a plan that needs more has lost a buffer's reuse."""
 
 
@@ -77,23 +84,51 @@ def test_small_step_fits(compiled):
     assert report.fits and report.peak_bytes < PEAK_MIB[experiment.name] * 2**20
     assert 0 < report.modelled_mfu < 1
     assert 1.0 < report.executed_over_model_flops < 1.4, "bubble of 1/8 and the head's padding"
-    assert {group["part"] for group in report.collectives} >= {"warmup", "steady", "cooldown", "outside"}
+    assert {group["part"] for group in report.collectives} == {*STEP_PARTS, "outside"}
 
 
-def test_compiled_schedule_covers_every_message_that_the_plan_covers(compiled):
-    """In every loop body there is no synchronous message, and none without a GEMM, that the plan of such a tick has not bare."""
+def test_compiled_schedule_covers_every_message_of_the_loops(compiled):
+    """In every loop body there is no synchronous message, and none without a GEMM; and all are those of the plan of some tick."""
     _, folder, experiment = compiled
     plans = tick_plans(experiment, schedule_of(experiment)).values()
+    planned = [{name for phase in plan.phases for name in phase.collectives} for plan in plans]
     rates, mesh = experiment.system.rates, MeshShape.of(experiment.parallel).by_axis
     model = CostModel(parse_module((folder / "module.hlo").read_text()), rates, mesh)
     bodies = 0
     for part, records in loop_records(model, json.loads((folder / "streams.json").read_text())):
-        named = {r.scope.split("/")[-1] for r in records}
+        assert {r.scope.split("/")[-1] for r in records} in planned, part
         wrong = {r.scope.split("/")[-1] for r in records if r.is_sync or not r.gemms_beside}
-        own = [plan for plan in plans if {name for phase in plan.phases for name in phase.collectives} == named]
-        assert own and any(wrong <= set(plan.bare) for plan in own), (part, sorted(wrong), [plan.bare for plan in own])
+        assert wrong <= EXPOSED[experiment.name], part
         bodies += 1
     assert bodies >= (3 if experiment.parallel.pipe == 1 else 7)
+
+
+def test_loop_bodies_hold_each_kernel_once_for_each_layer_that_it_serves(compiled):
+    """XLA would run a forward kernel twice where a loop stacks what it gives. One layer of a chunk has a window, one has not."""
+    _, folder, _ = compiled
+    module = parse_module((folder / "module.hlo").read_text())
+    seen = set()
+    for body, trips in loop_bodies(module, module.entry):
+        calls = Counter(kernel for i in body.instructions if (kernel := kernel_of(i)))
+        part = part_of(body)
+        if trips == 1 or not calls:
+            continue
+        seen.add(part)
+        slots = {"warmup": (2, 0), "cooldown": (0, 1)}.get(part, (2 if calls["attention.forward"] == 2 else 1, 1))
+        for name, count in zip(("forward", "backward"), slots, strict=True):
+            kernels = ("attention.forward",) if name == "forward" else ("attention.backward_q", "attention.backward_kv")
+            assert [calls[kernel] for kernel in (*kernels, f"cudnn.{name}")] == [count] * (len(kernels) + 1), (part, calls)
+        assert calls["loss.statistics"] == calls["loss.gradient"] <= 1
+    assert seen == {"warmup", "steady", "cooldown"}
+
+
+def kernel_of(instruction):
+    """Name of the attention or loss kernel that an instruction calls."""
+    target = instruction.text("custom_call_target") or ""
+    if "fmha" in target:
+        return "cudnn.backward" if "Backward" in target else "cudnn.forward"
+    words = (instruction.text("op_name") or "").split("/") if "triton" in target else []
+    return next((word for word in words if word.startswith(("attention.", "loss."))), None)
 
 
 def test_no_loop_copies_a_large_array(compiled):
@@ -104,7 +139,7 @@ def test_no_loop_copies_a_large_array(compiled):
     _, folder, _ = compiled
     module = parse_module((folder / "module.hlo").read_text())
     copies = [(i, body) for body, _ in loop_bodies(module, module.entry) for i in body.instructions if i.opcode == "copy"]
-    assert [(i.name, i.bytes) for i, body in copies if i.bytes > 4 * 2**20 and "broadcast" not in i.operands[0]] == []
+    assert [(i.name, i.bytes) for i, body in copies if i.bytes > 16 * 2**20 and "broadcast" not in i.operands[0]] == []
 
 
 def test_program_holds_no_array_of_sequence_by_sequence(compiled):
@@ -200,6 +235,7 @@ def test_real_abort_of_the_compiler_is_one_line_and_exit_code_one(tmp_path):
     check_installed()
     sizes = ("num_layers=1", "hidden_size=64", "num_heads=1", "mlp_size=64", "vocab_size=64", "sequence_length=64", "window=full")
     overrides = [*(f"model.{size}" for size in sizes), "parallel.micro_batch_size=1", "train.global_batch_size=8"]
+    overrides.append("system.kernels.loss=reference")  # a Triton kernel's assembler would fail before
     command = [sys.executable, "-m", "megascale_jax.cli.main", "compile", "gpt-1b", *overrides, "--target", "h100"]
     environment = os.environ | {"TMPDIR": str(tmp_path / "absent")}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

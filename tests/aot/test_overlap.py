@@ -153,6 +153,7 @@ def test_only_operations_and_closes_name_a_scope():
         ("jit(f)/while/body/steady/Z1.gather_inb2/all_gather", "steady/Z1.gather_inb2"),
         ("jit(f)/while/body/steady/close/broadcast.370", "steady/close"),
         ("jit(f)/broadcast.370/add.b", ""),
+        ("jit(f)/while/body/(warmup/Z0.gather_ina1/all_gather:fill/all_gather)", "warmup/Z0.gather_ina1"),
     ):
         line = f'%k = f32[4]{{0}} copy(%x), metadata={{op_name="{name}"}}'
         assert scope_of(model_of(program(line)).module.entry.instructions[-1]) == scope

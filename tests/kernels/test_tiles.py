@@ -67,5 +67,5 @@ def test_width_beyond_the_table_takes_the_last_class_and_says_so_once(caplog):
 
 
 def test_unknown_architecture_is_refused():
-    with pytest.raises(ConfigError, match="no tiles of norm.forward for compute capability 75; known: interpreter, 80, 90, 100"):
+    with pytest.raises(ConfigError, match=r"no tiles of norm\.forward for compute capability 75; known: interpreter, 80, 90, 100"):
         candidates("norm.forward", 75, 1024)
