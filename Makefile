@@ -2,7 +2,7 @@
 # constraints.txt changed (the stamp files know).
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help train test aot lint types contracts wheel clean
+.PHONY: help train test aot gpu-check lint types contracts wheel clean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -22,6 +22,9 @@ test: $(VENV)/.installed-dev ## run the tests; PYTEST_ARGS="-k lamb" selects, JO
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations=10 $(PYTEST_ARGS)
 
 aot: $(VENV)/.installed-aot ## install what compiles for absent GPUs: `megascale compile gpt-175b --target h100 --nodes 1536`
+
+gpu-check: $(VENV)/.installed-gpu ## on an H100 or H200, 8 minutes: check the kernels, rank their tiles, measure whole steps
+	$(BIN)/python benchmarks/gpu_check.py $(ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff on Python, shellcheck on shell
 	$(BIN)/ruff check .
@@ -46,6 +49,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-aot: pyproject.toml constraints.txt
 	@launch/install.sh $(VENV) aot
+	@touch $(VENV)/.installed
+
+$(VENV)/.installed-gpu: pyproject.toml constraints.txt
+	@launch/install.sh $(VENV) gpu
 	@touch $(VENV)/.installed
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt

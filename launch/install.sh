@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes a virtual environment once and installs megascale_jax into it, editable, in the versions of constraints.txt.
 #
-#   launch/install.sh ENVIRONMENT [EXTRA]      EXTRA: dev, aot
+#   launch/install.sh ENVIRONMENT [EXTRA]      EXTRA: dev, aot, gpu
 #
 # An environment whose Python no longer runs, or is too old, is made anew. On success the stamp file
 # ENVIRONMENT/.installed (or .installed-EXTRA) is touched; make compares it with pyproject.toml and constraints.txt.

@@ -8,6 +8,7 @@ Its bf16 is repaired here: by itself it multiplies bit patterns in ``dot`` and c
 """
 
 from functools import cache
+from threading import Lock
 from typing import Any
 
 import jax
@@ -32,6 +33,10 @@ class _HostArray:
         return f"{self.dtype}{self.shape}"
 
 
+_one_at_a_time = Lock()
+"""The interpreter rebinds Triton's language while a kernel runs; callbacks of a program come from several threads."""
+
+
 def interpret(launch: Launch) -> tuple[jax.Array, ...]:
     """The results of a launch."""
     return tuple(jax.pure_callback(lambda *operands: _run(launch, operands), launch.results, *launch.operands))
@@ -43,7 +48,8 @@ def _run(launch: Launch, operands: tuple[Any, ...]) -> tuple[np.ndarray, ...]:
     results = [np.full(result.shape, _poison(result.dtype), result.dtype) for result in launch.results]
     kernel = launch.kernel
     executor = grid_executor(kernel.rewrite(), kernel.arg_names, launch.grid)
-    executor(*(_HostArray(array) for array in (*inputs, *results)), **launch.keywords)
+    with _one_at_a_time:
+        executor(*(_HostArray(array) for array in (*inputs, *results)), **launch.keywords)
     return tuple(results)
 
 

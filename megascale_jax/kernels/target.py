@@ -63,6 +63,11 @@ class Target:
         return None
 
 
+def in_order(target: Target, on_gpus: Refusals) -> Refusals:
+    """The order of preference on GPUs, or on a CPU, where the reference comes first (Triton could only be interpreted)."""
+    return on_gpus if target.platform == "gpu" else dict(sorted(on_gpus.items(), key=lambda item: item[0] != "reference"))
+
+
 def resolve(operator: str, implementation: str | None, refusals: Refusals) -> str:
     """The implementation to use: the one that is asked for, else the first that can run.
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from megascale_jax.kernels.attention import api
 from megascale_jax.kernels.attention.api import attention
+from megascale_jax.kernels.launch import INTERPRETED, Tile
 from megascale_jax.kernels.target import KernelError, Target
 from tests.kernels import attention_suite as suite
 
@@ -39,6 +40,24 @@ def test_gradients_have_the_same_bits_every_time():
     runs = [jax.vjp(lambda *x: attention(*x, window=40, implementation="triton", target=CPU), q, k, v)[1](d_out) for _ in range(2)]
     for first, second in zip(*runs, strict=True):
         np.testing.assert_array_equal(first, second)
+
+
+@needs_triton
+@pytest.mark.parametrize("head", [32, 48])
+def test_tensor_descriptors_load_what_pointers_load(head):
+    from megascale_jax.kernels.attention import triton
+
+    q, k, v, d_out = (jax.random.normal(jax.random.key(n), (1, 70, heads, head)) for n, heads in enumerate((2, 1, 1, 2)))
+    ids = jnp.asarray([[1] * 30 + [2] * 40], jnp.int32)
+
+    def run(tma):
+        tile = Tile({"BLOCK_Q": 32, "BLOCK_K": 16, "TMA": tma}, 4, 1)
+        split = Tile({"BLOCK_Q": 16, "BLOCK_K": 32, "TMA": tma, "SPLIT": 1}, 4, 1)
+        out, lse = triton.forward(q, k, v, ids, window=40, architecture=INTERPRETED, tile=tile)
+        return out, triton.backward(q, k, v, ids, out, lse, d_out, window=40, architecture=INTERPRETED, tiles=(tile, split))
+
+    for by_descriptor, by_pointer in zip(jax.tree.leaves(run(1)), jax.tree.leaves(run(0)), strict=True):
+        np.testing.assert_array_equal(by_descriptor, by_pointer)
 
 
 @needs_triton

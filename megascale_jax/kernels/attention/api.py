@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from megascale_jax.config.schema import TRITON_HEAD_SIZES
 from megascale_jax.kernels.launch import is_interpreted
-from megascale_jax.kernels.target import Implementation, KernelError, Refusals, Target, load, resolve
+from megascale_jax.kernels.target import Implementation, KernelError, Refusals, Target, in_order, load, resolve
 
 INTERPRETED_HEAD_SIZES = (16, 32, 48, *TRITON_HEAD_SIZES)
 """Small ones in the interpreter, which is slow."""
@@ -78,11 +78,10 @@ def backward(
 
 def refusals(head_size: int, dtype: jnp.dtype, window: int | None, target: Target) -> Refusals:
     """Implementations in the order of preference for a case."""
-    found = {"cudnn": _cudnn_refusal(head_size, dtype, target), "triton": _triton_refusal(head_size, dtype, target), "reference": None}
-    order = ("reference", "cudnn", "triton") if target.platform == "cpu" else ("cudnn", "triton", "reference")
-    if target.platform == "gpu" and window is not None:
-        order = ("triton", "cudnn", "reference")
-    return {name: found[name] for name in order}
+    cudnn, triton = _cudnn_refusal(head_size, dtype, target), _triton_refusal(head_size, dtype, target)
+    whole = {"cudnn": cudnn, "triton": triton, "reference": None}
+    windowed = {"triton": triton, "cudnn": cudnn, "reference": None}
+    return in_order(target, whole if window is None else windowed)
 
 
 def choose(head_size: int, dtype: jnp.dtype, window: int | None, implementation: str | None, target: Target) -> str:

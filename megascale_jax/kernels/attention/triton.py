@@ -3,7 +3,8 @@
 Blocks of keys outside the window or in the future are never loaded: the cost is O(S W). Each kernel has one loop with one
 mask. Scores live in base 2. The backward pass is two kernels, the gradient of q over tiles of queries, those of k and v over
 tiles of keys with the group's query heads inside: no atomics, the same bits every run. Heads of 96 and 192 are cut in a
-large and a small power of two rather than padded.
+large and a small power of two rather than padded. Where the tile says ``TMA`` (compute capability 90 and later), what a loop
+walks over is loaded by tensor descriptors, which saves registers for addresses.
 
 A row without a visible key has output 0 and a log-sum-exp of infinity, which makes its weights 0 in the backward pass.
 """
@@ -26,6 +27,33 @@ _LOWEST = tl.constexpr(-1.0e30)
 def _rows(pointer, place, rows, columns, stride: tl.constexpr, length: tl.constexpr):
     """A tile ``[rows, columns]`` of a matrix that begins at ``place``; zero behind its end."""
     return tl.load(pointer + place + rows[:, None] * stride + columns[None, :], mask=rows[:, None] < length, other=0.0)
+
+
+@triton.jit
+def _source(
+    pointer,
+    place,
+    stride: tl.constexpr,
+    length: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PART: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Where `_tile` loads from: a tensor descriptor, or the pointer itself."""
+    if TMA:
+        return tl.make_tensor_descriptor(pointer + place, [length, WIDTH], [stride, 1], [BLOCK, PART])
+    else:
+        return pointer
+
+
+@triton.jit
+def _tile(source, place, start, rows, columns, FIRST: tl.constexpr, stride: tl.constexpr, length: tl.constexpr, TMA: tl.constexpr):
+    """A tile from row ``start`` and column ``FIRST`` on, which ``rows`` and ``columns`` list; zero behind the end."""
+    if TMA:
+        return source.load([start, FIRST])
+    else:
+        return _rows(source, place, rows, columns, stride, length)
 
 
 @triton.jit
@@ -53,7 +81,7 @@ def _sees(rows, keys, row_segments, key_segments, WINDOW: tl.constexpr):
 def _forward_kernel(
     q, k, v, segments, out, lse,
     SCALE: tl.constexpr, S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
-    WINDOW: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    WINDOW: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     # the longest rows first
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -72,12 +100,17 @@ def _forward_kernel(
     top = tl.full([BLOCK_Q], _LOWEST, tl.float32)
     weight = tl.zeros([BLOCK_Q], tl.float32)
     total_1 = tl.zeros([BLOCK_Q, K1], tl.float32)
+    k_source = _source(k, k_place, G * K, S, K, BLOCK_K, K1, TMA)
+    v_source = _source(v, k_place, G * K, S, K, BLOCK_K, K1, TMA)
+    if K2:
+        k_source_2 = _source(k, k_place, G * K, S, K, BLOCK_K, K2, TMA)
+        v_source_2 = _source(v, k_place, G * K, S, K, BLOCK_K, K2, TMA)
     first = tl.maximum(tile * BLOCK_Q - WINDOW + 1, 0) // BLOCK_K * BLOCK_K
     for start in tl.range(first, tl.minimum((tile + 1) * BLOCK_Q, S), BLOCK_K):
         keys = start + tl.arange(0, BLOCK_K)
-        scores = tl.dot(q_1, tl.trans(_rows(k, k_place, keys, one, G * K, S)))
+        scores = tl.dot(q_1, tl.trans(_tile(k_source, k_place, start, keys, one, 0, G * K, S, TMA)))
         if K2:
-            scores = tl.dot(q_2, tl.trans(_rows(k, k_place, keys, two, G * K, S)), scores)
+            scores = tl.dot(q_2, tl.trans(_tile(k_source_2, k_place, start, keys, two, K1, G * K, S, TMA)), scores)
         key_segments = _segments(segments, batch * S, keys, -2, S, SEGMENTS)
         seen = _sees(rows[:, None], keys[None, :], row_segments[:, None], key_segments[None, :], WINDOW)
         scores = tl.where(seen, scores * (SCALE * _LOG2_E), float("-inf"))
@@ -86,9 +119,9 @@ def _forward_kernel(
         weights = tl.exp2(scores - new_top[:, None])
         weight = weight * shrink + tl.sum(weights, 1)
         weights = weights.to(v.dtype.element_ty)
-        total_1 = tl.dot(weights, _rows(v, k_place, keys, one, G * K, S), total_1 * shrink[:, None])
+        total_1 = tl.dot(weights, _tile(v_source, k_place, start, keys, one, 0, G * K, S, TMA), total_1 * shrink[:, None])
         if K2:
-            total_2 = tl.dot(weights, _rows(v, k_place, keys, two, G * K, S), total_2 * shrink[:, None])
+            total_2 = tl.dot(weights, _tile(v_source_2, k_place, start, keys, two, K1, G * K, S, TMA), total_2 * shrink[:, None])
         top = new_top
     none = weight == 0.0
     weight = tl.where(none, 1.0, weight)
@@ -103,7 +136,7 @@ def _forward_kernel(
 def _backward_q_kernel(
     q, k, v, segments, out, lse, d_out, d_q, delta,
     SCALE: tl.constexpr, S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
-    WINDOW: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    WINDOW: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     batch, head = tl.program_id(1) // H, tl.program_id(1) % H
@@ -126,16 +159,21 @@ def _backward_q_kernel(
     log_total = tl.load(lse + tl.program_id(1) * S + rows, mask=rows < S, other=float("inf")) * _LOG2_E
     row_segments = _segments(segments, batch * S, rows, -1, S, SEGMENTS)
     total_1 = tl.zeros([BLOCK_Q, K1], tl.float32)
+    k_source = _source(k, k_place, G * K, S, K, BLOCK_K, K1, TMA)
+    v_source = _source(v, k_place, G * K, S, K, BLOCK_K, K1, TMA)
+    if K2:
+        k_source_2 = _source(k, k_place, G * K, S, K, BLOCK_K, K2, TMA)
+        v_source_2 = _source(v, k_place, G * K, S, K, BLOCK_K, K2, TMA)
     first = tl.maximum(tile * BLOCK_Q - WINDOW + 1, 0) // BLOCK_K * BLOCK_K
     for start in tl.range(first, tl.minimum((tile + 1) * BLOCK_Q, S), BLOCK_K):
         keys = start + tl.arange(0, BLOCK_K)
-        k_1 = _rows(k, k_place, keys, one, G * K, S)
+        k_1 = _tile(k_source, k_place, start, keys, one, 0, G * K, S, TMA)
         scores = tl.dot(q_1, tl.trans(k_1))
-        d_weights = tl.dot(do_1, tl.trans(_rows(v, k_place, keys, one, G * K, S)))
+        d_weights = tl.dot(do_1, tl.trans(_tile(v_source, k_place, start, keys, one, 0, G * K, S, TMA)))
         if K2:
-            k_2 = _rows(k, k_place, keys, two, G * K, S)
+            k_2 = _tile(k_source_2, k_place, start, keys, two, K1, G * K, S, TMA)
             scores = tl.dot(q_2, tl.trans(k_2), scores)
-            d_weights = tl.dot(do_2, tl.trans(_rows(v, k_place, keys, two, G * K, S)), d_weights)
+            d_weights = tl.dot(do_2, tl.trans(_tile(v_source_2, k_place, start, keys, two, K1, G * K, S, TMA)), d_weights)
         key_segments = _segments(segments, batch * S, keys, -2, S, SEGMENTS)
         seen = _sees(rows[:, None], keys[None, :], row_segments[:, None], key_segments[None, :], WINDOW)
         weights = tl.exp2(tl.where(seen, scores * (SCALE * _LOG2_E), float("-inf")) - log_total[:, None])
@@ -152,7 +190,7 @@ def _backward_q_kernel(
 def _backward_kv_kernel(
     q, k, v, segments, lse, d_out, delta, d_k, d_v,
     SCALE: tl.constexpr, S: tl.constexpr, H: tl.constexpr, G: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
-    WINDOW: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    WINDOW: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
     WANT_K: tl.constexpr, WANT_V: tl.constexpr,
 ):  # fmt: skip
     # the first keys are seen by the most rows and come first by themselves
@@ -183,14 +221,19 @@ def _backward_kv_kernel(
         head = group * (H // G) + member
         q_place = (batch.to(tl.int64) * S * H + head) * K
         place = (batch * H + head) * S
+        q_source = _source(q, q_place, H * K, S, K, BLOCK_Q, K1, TMA)
+        do_source = _source(d_out, q_place, H * K, S, K, BLOCK_Q, K1, TMA)
+        if K2:
+            q_source_2 = _source(q, q_place, H * K, S, K, BLOCK_Q, K2, TMA)
+            do_source_2 = _source(d_out, q_place, H * K, S, K, BLOCK_Q, K2, TMA)
         for start in tl.range(first, end, BLOCK_Q):
             rows = start + tl.arange(0, BLOCK_Q)
-            q_1 = _rows(q, q_place, rows, one, H * K, S)
-            do_1 = _rows(d_out, q_place, rows, one, H * K, S)
+            q_1 = _tile(q_source, q_place, start, rows, one, 0, H * K, S, TMA)
+            do_1 = _tile(do_source, q_place, start, rows, one, 0, H * K, S, TMA)
             scores = tl.dot(k_1, tl.trans(q_1))
             if K2:
-                q_2 = _rows(q, q_place, rows, two, H * K, S)
-                do_2 = _rows(d_out, q_place, rows, two, H * K, S)
+                q_2 = _tile(q_source_2, q_place, start, rows, two, K1, H * K, S, TMA)
+                do_2 = _tile(do_source_2, q_place, start, rows, two, K1, H * K, S, TMA)
                 scores = tl.dot(k_2, tl.trans(q_2), scores)
             log_total = tl.load(lse + place + rows, mask=rows < S, other=float("inf")) * _LOG2_E
             row_segments = _segments(segments, batch * S, rows, -1, S, SEGMENTS)
@@ -286,7 +329,7 @@ def backward_kv_launches(
     """The gradients of k and v by one kernel, or where the tile says ``SPLIT`` by one each, for which registers suffice longer."""
     B, S, G, _ = k_BTGK.shape
     operands = (q_BSHK, k_BTGK, v_BTGK, _segment_operand(segment_ids_BS), lse_BHS, d_out_BSHK, delta_BHS)
-    blocks = {name: tile.blocks[name] for name in ("BLOCK_Q", "BLOCK_K")}
+    blocks = {name: size for name, size in tile.blocks.items() if name != "SPLIT"}
     grid = (cdiv(S, blocks["BLOCK_K"]), B * G)
     constants = _constants(q_BSHK, k_BTGK, segment_ids_BS, window)
     unused, (whole,) = jax.ShapeDtypeStruct((1,), k_BTGK.dtype), like(k_BTGK)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from megascale_jax.kernels.loss.reference import IGNORE, join_statistics
-from megascale_jax.kernels.target import Implementation, KernelError, Refusals, Target, load, resolve
+from megascale_jax.kernels.target import Implementation, KernelError, Target, in_order, load, resolve
 
 __all__ = ["IGNORE", "join_statistics", "local_statistics", "logits_gradient"]
 
@@ -48,6 +48,5 @@ def _implementation(logits, targets, vocab_size: int, implementation: str | None
         raise KernelError(f"targets are {targets.dtype}{list(targets.shape)}; expected int32 {list(logits.shape[:-1])}, one a token")
     if vocab_size < 1:
         raise KernelError(f"vocab_size is {vocab_size}; it must be at least 1")
-    order = ("reference", "triton") if target.platform == "cpu" else ("triton", "reference")
-    refusals: Refusals = {name: target.triton_refusal if name == "triton" else None for name in order}
+    refusals = in_order(target, {"triton": target.triton_refusal, "reference": None})
     return load("loss", resolve("loss", implementation, refusals), target)

@@ -51,7 +51,7 @@ def _gradient_kernel(logits, log_totals, targets, offset, weights, gradient, V: 
     columns = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     target = tl.load(targets + row)
     weight = tl.where(target != _IGNORE, tl.load(weights + row), 0.0)
-    value = tl.load(logits + place + columns, mask=columns < V, other=0.0).to(tl.float32)
+    value = tl.load(logits + place + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
     probability = tl.where(first + columns < VOCAB, tl.exp(value - tl.load(log_totals + row)), 0.0)
     result = tl.where(first + columns == target, probability - 1.0, probability) * weight
     tl.store(gradient + place + columns, result.to(gradient.dtype.element_ty), mask=columns < V)

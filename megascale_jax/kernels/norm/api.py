@@ -1,7 +1,7 @@
 """Norms over the last dim with the residual add before them. One interface to two implementations.
 
 ``reference`` leaves the fusing to XLA, ``triton`` makes one pass over the memory. Neither was measured yet; without an explicit
-choice the one is taken whose compiled step moves fewer bytes, the reference (`docs/design/0003-kernels.md`).
+choice GPUs get the one whose compiled step moves fewer bytes, Triton (`docs/design/0003-kernels.md`).
 """
 
 from functools import partial
@@ -9,7 +9,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from megascale_jax.kernels.target import Implementation, KernelError, Target, load, resolve
+from megascale_jax.kernels.target import Implementation, KernelError, Target, in_order, load, resolve
 
 KINDS = ("layernorm", "rmsnorm")
 LARGEST_WIDTH = 16_384
@@ -46,7 +46,8 @@ def _implementation(x, added, scale_D, bias_D, kind: str, implementation: str | 
     for name, vector in (("scale", scale_D), ("bias", bias_D)):
         if vector is not None and vector.shape != x.shape[-1:]:
             raise KernelError(f"{name} has shape {vector.shape}; expected {x.shape[-1:]}, the width of the rows")
-    return load("norm", resolve("norm", implementation, {"reference": None, "triton": _triton_refusal(x, target)}), target)
+    refusals = in_order(target, {"triton": _triton_refusal(x, target), "reference": None})
+    return load("norm", resolve("norm", implementation, refusals), target)
 
 
 def _triton_refusal(x: jax.Array, target: Target) -> str | None:
