@@ -19,6 +19,11 @@ from step_report import birth_certificate
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
+SMALL = (
+    "gpt-1b model.num_layers=8 model.hidden_size=4096 model.num_heads=32 model.mlp_size=16384 model.window=[512,full] parallel.pipe=2 "
+    "parallel.tensor=2 parallel.virtual_stages=2 parallel.micro_batch_size=1 train.global_batch_size=128"
+)
+"""A step whose rings compile in seconds; those of 175 B over eight ranks take longer than ten minutes."""
 PLANS: dict[str, tuple[str, str]] = {
     "gpt-175b_h100_12288": ("gpt-175b, 12,288 H100", "gpt-175b --target h100 --nodes 1536"),
     "gpt-175b-links-0.8_h100_12288": ("the same, both links at 0.8 of their rates", "gpt-175b --target h100 --nodes 1536 --links 0.8"),
@@ -26,16 +31,21 @@ PLANS: dict[str, tuple[str, str]] = {
     "gpt-175b_a100_12288": ("gpt-175b, 12,288 A100", "gpt-175b --target a100 --nodes 1536"),
     "gpt-175b_a100_256": ("gpt-175b, 256 A100, batch 768", "gpt-175b train.global_batch_size=768 --target a100 --nodes 32"),
     "gpt-175b-full-remat_h100_12288": ("full remat, 12,288 H100", "gpt-175b parallel.remat=full --target h100 --nodes 1536"),
+    "gpt-175b-selective_h100_12288": ("selective remat, 12,288 H100", "gpt-175b parallel.remat=selective --target h100 --nodes 1536"),
+    "gpt-175b-delay-0_h100_12288": ("no delay of the backward pass", "gpt-175b parallel.backward_delay=0 --target h100 --nodes 1536"),
     "gpt-175b-serial_h100_12288": ("serial block, 12,288 H100", "gpt-175b model.block=serial --target h100 --nodes 1536"),
     "gpt-530b_h100_11200": ("gpt-530b, 11,200 H100", "gpt-530b --target h100 --nodes 1400"),
     "gpt-13b_h100_64": ("gpt-13b, 64 H100, no pipeline", "gpt-13b --target h100 --nodes 8"),
     "gpt-1b_h100_8": ("gpt-1b, 8 H100, data parallel only", "gpt-1b --target h100 --nodes 1"),
     "gpt-175b-m16_h100_12288": ("16 micro-batches (batch 3,072)", "gpt-175b train.global_batch_size=3072 --target h100 --nodes 1536"),
     "gpt-175b-m64_h100_12288": ("64 micro-batches (batch 12,288)", "gpt-175b train.global_batch_size=12288 --target h100 --nodes 1536"),
+    "small-plain_h100_64": ("eight layers of 4,096 on 64 H100, tensor 2, pipe 2", f"{SMALL} --target h100 --nodes 8"),
+    "small-ring_h100_64": ("the same with rings", f"{SMALL} parallel.tensor_overlap=ring --target h100 --nodes 8"),
 }
 """Name of the report's file: what readers call the plan, and arguments of `megascale compile`."""
 COLUMNS = ("plan", "lower + compile s", "peak of device GiB", "step s", "MFU", "executed / model FLOPs", "tick / GEMMs")
 PARTS = ("warmup", "steady", "cooldown", "whole")
+LOOPS = PARTS[:3]
 GIB = 2**30
 
 
@@ -61,14 +71,14 @@ def _report(name: str) -> Path:
 def _page() -> str:
     born = birth_certificate(ROOT, "python benchmarks/bench_compile.py")
     versions = ", ".join(f"{name} {version}" for name, version in born["versions"].items() if name in ("python", "jax", "jaxlib"))
-    heads = [*COLUMNS, *(f"hidden: {part}" if part == "warmup" else part for part in PARTS)]
+    heads = [*COLUMNS, *(f"hidden: {part}" if part == "warmup" else part for part in PARTS), "in loops synchronous, without a GEMM"]
     there = {name: json.loads(_report(name).read_text()) for name in PLANS if _report(name).exists()}
     lines = [
         "# The step compiled for absent GPUs",
         "",
         "Estimates from the scheduled program, not measurements: nothing has run on a GPU.",
         f"{born['date']}, {born['hardware'].split(',')[0]} of a CPU, {versions};",
-        f"commit {born['commit']}. Rates of `configs/system/`; hidden fractions are strict (only GEMMs and attention hide), step time",
+        f"commit {born['commit']}{' and changes' if born['changed_since_commit'] else ''}. Rates of `configs/system/`; hidden fractions are strict (only GEMMs and attention hide), step time",
         "and MFU count every kernel, MFU counts causal keys. Embedding, head, loss, LAMB and ZeRO-2's traffic are in.",
         "",
         f"| {' | '.join(heads)} |",
@@ -93,6 +103,7 @@ def _cells(title: str, report: dict[str, Any]) -> list[str]:
         f"{report['executed_over_model_flops']:.3f}",
         "-" if tick is None else f"{tick:.2f}",
         *("-" if (hidden := report["hidden_fraction"][part]) is None else f"{hidden:.3f}" for part in PARTS),
+        f"{sum(label.startswith(LOOPS) for label in report['sync_collectives'])}, {len(report['uncovered_collectives'])}",
     ]
 
 
