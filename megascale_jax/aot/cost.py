@@ -27,7 +27,7 @@ Kind = Literal["gemm", "attention", "memory", "free"]
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id", "opt-barrier"}
 TURN = "P.turn_"
 """In the name of what a slot of the pipeline does where it turns to another chunk."""
-_ATTENTION = "/attention."
+_ATTENTION = "attention."
 """In the name of an attention kernel of `megascale_jax.kernels`."""
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute", "all-to-all", "collective-broadcast")
 

@@ -122,13 +122,29 @@ def test_loop_bodies_hold_each_kernel_once_for_each_layer_that_it_serves(compile
     assert seen == {"warmup", "steady", "cooldown"}
 
 
+@pytest.mark.parametrize("target", ["a100", "b200"])
+def test_sharded_step_holds_the_kernels_of_other_gpus(target, tmp_path):
+    """All of Triton's kernels inside the step of eight GPUs, compiled for their compute capability."""
+    check_installed()
+    kernels = [f"system.kernels.{operator}=triton" for operator in ("attention", "norm", "activation", "loss")]
+    sizes = ["model.num_layers=2", "model.hidden_size=256", "model.num_heads=2", "model.mlp_size=1024"]
+    experiment = resolve("gpt-1b", [*SMALL, *sizes, *kernels, "parallel.pipe=1", "parallel.virtual_stages=1"], target, 1)
+    compile_experiment(experiment, target, tmp_path)
+    module = parse_module((tmp_path / "module.hlo").read_text())
+    found = {kernel_of(i) for part in module.computations.values() for i in part.instructions if i.opcode == "custom-call"}
+    assert found >= {
+        *("attention.forward", "attention.backward_q", "attention.backward_kv", "norm.forward", "norm.backward"),
+        *("activation.forward", "activation.backward", "loss.statistics", "loss.gradient"),
+    }
+
+
 def kernel_of(instruction):
-    """Name of the attention or loss kernel that an instruction calls."""
+    """Name of the kernel of ours, or of cuDNN's, that an instruction calls."""
     target = instruction.text("custom_call_target") or ""
     if "fmha" in target:
         return "cudnn.backward" if "Backward" in target else "cudnn.forward"
-    words = (instruction.text("op_name") or "").split("/") if "triton" in target else []
-    return next((word for word in words if word.startswith(("attention.", "loss."))), None)
+    words = re.split(r"[/()]", instruction.text("op_name") or "") if "triton" in target else []
+    return next((word for word in words if word.startswith(("attention.", "norm.", "activation.", "loss."))), None)
 
 
 def test_no_loop_copies_a_large_array(compiled):

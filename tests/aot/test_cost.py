@@ -155,3 +155,27 @@ def test_rates_of_the_system_files():
     names = ("gemm_tflops", "attention_tflops", "memory_gbps", "tensor_gbps", "tensor_latency_us", "network_gbps", "network_latency_us")
     assert [getattr(h100, name) for name in names] == [600, 400, 2600, 370, 15, 50, 25]
     assert [getattr(a100, name) for name in names] == [230, 150, 1580, 220, 15, 21.5, 25]
+
+
+@pytest.mark.parametrize(
+    ("scope", "flops", "kind", "seconds"),
+    [
+        ("steady/F0.middle/attention.forward", 3e9, "attention", 3e9 / (RATES.attention_tflops * 1e12)),
+        ("steady/B0.dmiddle/jvp(attention.backward_q)", 3e9, "attention", 3e9 / (RATES.attention_tflops * 1e12)),
+        ("steady/H.project/product", 3e9, "gemm", 3e9 / (RATES.gemm_tflops * 1e12)),
+        ("steady/F0.norm/norm.forward", 0, "memory", 6e6 / (RATES.memory_gbps * 1e9)),
+    ],
+)
+def test_custom_call_counts_its_declared_flops_and_all_its_bytes(scope, flops, kind, seconds):
+    estimate = rf'{{cost_estimate_json = "{{\22flops\22: {flops:.0f}, \22bytes_accessed\22: 5}}", opaque = "x\9C"}}'
+    line = f'%k = f32[1000,500]{{1,0}} custom-call(%a), custom_call_target="triton_kernel_call_ffi", backend_config={estimate}'
+    model, instruction, entry = cost_of(f'{line}, metadata={{op_name="jit(train)/while/body/{scope}/triton_kernel_call"}}')
+    kernel = model.kernel(instruction, entry)
+    assert (kernel.kind, kernel.flops, kernel.bytes) == (kind, flops, 4e6 + 2e6)
+    assert kernel.seconds == pytest.approx(max(seconds, 6e6 / (RATES.memory_gbps * 1e9)))
+
+
+def test_custom_call_that_declares_nothing_is_not_free():
+    model, instruction, entry = cost_of('%k = f32[1000,500]{1,0} custom-call(%a, %b), custom_call_target="anything"')
+    kernel = model.kernel(instruction, entry)
+    assert (kernel.kind, kernel.bytes) == ("memory", 4e6 + 2e6 + 2e6)
