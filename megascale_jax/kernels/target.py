@@ -3,7 +3,7 @@
 A compile for absent GPUs runs in a CPU process, so the host's backend says nothing of a run; its `system/` file does.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -40,9 +40,20 @@ class Target:
     def here(cls) -> "Target":
         """The devices of this process."""
         device = jax.devices()[0]
-        if device.platform != "gpu":
-            return cls("cpu")
-        return cls("gpu", round(float(device.compute_capability) * 10))
+        return cls("gpu", _capability(device)) if device.platform == "gpu" else cls("cpu")
+
+    def check(self, devices: Sequence[Any]) -> None:
+        """Raise ConfigError when GPUs are not those that kernels would be compiled for: a wrong kernel fails late, or not at all.
+
+        A kernel for compute capability 80 runs on all of 8.x; later ones use what only their own chips have.
+        """
+        found = {_capability(device) for device in devices if device.platform == "gpu"}
+        wanted = self.compute_capability
+        if wanted is not None and (strange := {is_ for is_ in found if is_ != wanted and not (wanted == 80 and 80 <= is_ < 90)}):
+            raise ConfigError(
+                f"system.compute_capability is {wanted}, but there are GPUs of {', '.join(map(str, sorted(strange)))} "
+                f"({devices[0].device_kind}); take their system file, such as system=h100, or set system.compute_capability"
+            )
 
     @property
     def architecture(self) -> Architecture:
@@ -61,6 +72,10 @@ class Target:
         if self.compute_capability is None:
             return "system.compute_capability is not set; give that of the GPUs times ten, 90 for H100"
         return None
+
+
+def _capability(device: Any) -> int:
+    return round(float(device.compute_capability) * 10)
 
 
 def in_order(target: Target, on_gpus: Refusals) -> Refusals:

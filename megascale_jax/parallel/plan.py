@@ -24,6 +24,7 @@ from megascale_jax.config.layout import Layout
 from megascale_jax.config.schema import Experiment
 from megascale_jax.config.stages import EMPTY
 from megascale_jax.kernels.dispatch import select
+from megascale_jax.kernels.target import Target
 from megascale_jax.model.transformer import Transformer
 from megascale_jax.parallel.mesh import make_mesh
 from megascale_jax.parallel.pipeline.interleaved import Pipeline
@@ -123,8 +124,9 @@ class Plan:
 def make_plan(experiment: Experiment, devices: Sequence[Any]) -> Plan:
     """The plan of a checked experiment on ``devices``.
 
-    Raises ConfigError when the mesh needs more devices or an operator cannot run on the target.
+    Raises ConfigError when the mesh needs more devices, or other ones than the target's, or an operator cannot run on the target.
     """
+    Target.of(experiment.system).check(devices)
     model, parallel = experiment.model, experiment.parallel
     layout = Layout.of(model, parallel)
     mesh = make_mesh(layout.mesh, devices)

@@ -4,6 +4,7 @@ Triton's kernels run in its interpreter, with small tiles; what a query sees is 
 """
 
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megascale_jax.errors import ConfigError
 from megascale_jax.kernels.attention import api
 from megascale_jax.kernels.attention.api import attention
 from megascale_jax.kernels.launch import INTERPRETED, Tile
@@ -172,3 +174,17 @@ def test_output_is_finite_when_scores_are_extreme():
     out = attention(q, k, jnp.ones((1, 4, 1, 2)), jnp.asarray([[1, 1, 0, 0]]), window=None)
     np.testing.assert_allclose(out[0, :2], 1.0)
     np.testing.assert_array_equal(out[0, 2:], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found", "fits"), [(90, "9.0", True), (90, "8.0", False), (80, "8.6", True), (80, "9.0", False), (None, "7.0", True)]
+)
+def test_gpus_of_another_compute_capability_are_refused(wanted, found, fits):
+    devices = [SimpleNamespace(platform="gpu", compute_capability=found, device_kind="NVIDIA X")]
+    if fits:
+        Target("gpu", wanted).check(devices)
+    else:
+        with pytest.raises(
+            ConfigError, match=rf"system.compute_capability is {wanted}, but there are GPUs of {float(found) * 10:.0f} .NVIDIA X."
+        ):
+            Target("gpu", wanted).check(devices)
