@@ -179,8 +179,9 @@ def _gpu_attention(experiment: Experiment) -> Iterator[str]:
     if experiment.train.compute_dtype != "bfloat16":
         dtype = experiment.train.compute_dtype
         yield f"train.compute_dtype is {dtype}, but attention on GPUs takes bfloat16; set train.compute_dtype=bfloat16"
-    if head % 8 or head > 256:
-        yield f"the head width {head} is none that attention on GPUs takes: a multiple of 8, at most 256"
+    largest = 128 if kernels.attention == "cudnn" and capability is not None and capability < 90 else 256
+    if head % 8 or head > largest:
+        yield f"the head width {head} is none that attention on such GPUs takes: a multiple of 8, at most {largest}"
     elif kernels.attention == "triton" and head not in TRITON_HEAD_SIZES:
         sizes = ", ".join(map(str, TRITON_HEAD_SIZES))
         yield f"the head width {head} is none of those of the Triton kernels: {sizes}; set system.kernels.attention=auto"

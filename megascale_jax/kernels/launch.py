@@ -8,6 +8,7 @@ interpreter computes it on the host (`interpreter.py`). `resources.py` compiles 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
@@ -69,8 +70,7 @@ def run(launch: Launch, architecture: Architecture) -> tuple[jax.Array, ...]:
         from megascale_jax.kernels.interpreter import interpret
 
         return interpret(launch)
-    import jax_triton  # pyright: ignore[reportMissingImports]
-
+    jax_triton = _jax_triton()
     with jax.named_scope(launch.name):
         return tuple(
             jax_triton.triton_call(
@@ -86,6 +86,17 @@ def run(launch: Launch, architecture: Architecture) -> tuple[jax.Array, ...]:
                 **launch.keywords,
             )
         )
+
+
+@cache
+def _jax_triton() -> Any:
+    from triton.backends.nvidia import driver  # pyright: ignore[reportMissingImports]
+
+    if not hasattr(driver, "TMA_TF32"):
+        driver.TMA_TF32 = 0  # jax-triton 0.4.1 takes its absence (Triton 3.6) for that of the whole backend
+    import jax_triton  # pyright: ignore[reportMissingImports]
+
+    return jax_triton
 
 
 def cdiv(length: int, block: int) -> int:

@@ -31,7 +31,7 @@ def table() -> Table:
 def tile_of(kernel: str, architecture: Architecture, operand: jax.Array) -> Tile:
     """The tile for an operand whose last dim is the shape class: a head's width, a row's.
 
-    Raises ConfigError for an architecture that the table does not know.
+    Raises ConfigError for GPUs that are older than all of the table's.
     """
     return candidates(kernel, architecture, operand.shape[-1])[0]
 
@@ -41,10 +41,7 @@ def candidates(kernel: str, architecture: Architecture, width: int) -> tuple[Til
     entry = table()["kernels"][kernel]
     by_width = entry["tiles"].get(architecture)
     if by_width is None:
-        raise ConfigError(
-            f"no tiles of {kernel} for compute capability {architecture}; known: {', '.join(map(str, entry['tiles']))}. "
-            "Set system.compute_capability to the nearest lower one of them"
-        )
+        by_width = entry["tiles"][_nearest(kernel, architecture)]
     classes = sorted(by_width)
     found = next((known for known in classes if width <= known), None)
     if found is None:
@@ -62,6 +59,17 @@ def every_candidate() -> list[tuple[str, Architecture, int, Tile]]:
         for width, found in by_width.items()
         for numbers in found
     ]
+
+
+@cache
+def _nearest(kernel: str, architecture: Architecture) -> int:
+    """The newest compute capability of the table that is older than one that it does not know; said once."""
+    known = sorted(name for name in table()["kernels"][kernel]["tiles"] if isinstance(name, int))
+    older = [name for name in known if isinstance(architecture, int) and name < architecture]
+    if not older:
+        raise ConfigError(f"no tiles of {kernel} for compute capability {architecture}; the kernels need one of {known} or later")
+    _log.warning("no tile of %s for compute capability %s: those for %d are used", kernel, architecture, older[-1])
+    return older[-1]
 
 
 @cache

@@ -95,7 +95,7 @@ def problems(**values: Any) -> str:
         ({"system__platform": "gpu"}, "train.compute_dtype is float32, but attention on GPUs takes bfloat16"),
         (
             {"system__platform": "gpu", "train__compute_dtype": "bfloat16", "model__head_size": 20},
-            "the head width 20 is none that attention on GPUs takes: a multiple of 8, at most 256",
+            "the head width 20 is none that attention on such GPUs takes: a multiple of 8, at most 256",
         ),
         ({"system__memory_gib": 0.001}, "one device would hold 0.0 GiB of state"),
     ],

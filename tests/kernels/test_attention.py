@@ -63,13 +63,23 @@ def test_tensor_descriptors_load_what_pointers_load(head):
 
 
 @needs_triton
-@pytest.mark.filterwarnings("ignore:All-NaN slice")  # rows that do see the NaN
+@pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")  # rows that do see the NaN
 def test_blocks_outside_the_window_are_never_loaded():
     """What lies there may be anything, even NaN, which a masked weight of 0 would spread."""
-    q, k, v = (jax.random.normal(jax.random.key(n), (1, 160, 1, 32)) for n in range(3))
-    far = k.at[:, :64].set(jnp.nan), v.at[:, :64].set(jnp.nan)
-    out, want = (attention(q, *kv, window=20, implementation="triton", target=CPU)[:, 96:] for kv in (far, (k, v)))
-    np.testing.assert_array_equal(out, want)
+    q, k, v, d_out = (jax.random.normal(jax.random.key(n), (1, 160, 1, 32)) for n in range(4))
+    options = {"window": 20, "implementation": "triton", "target": CPU}
+
+    def run(q, k, v, d_out):
+        out, pull = jax.vjp(lambda *x: attention(*x, **options), q, k, v)
+        return out, *pull(d_out)
+
+    out, d_q, d_k, d_v = run(q, k, v, d_out)
+    early = run(q, k.at[:, :64].set(jnp.nan), v.at[:, :64].set(jnp.nan), d_out)
+    late = run(q.at[:, 96:].set(jnp.nan), k, v, d_out.at[:, 96:].set(jnp.nan))
+    np.testing.assert_array_equal(early[0][:, 96:], out[:, 96:])
+    np.testing.assert_array_equal(early[1][:, 96:], d_q[:, 96:])
+    np.testing.assert_array_equal(late[2][:, :64], d_k[:, :64])
+    np.testing.assert_array_equal(late[3][:, :64], d_v[:, :64])
 
 
 @pytest.mark.parametrize(
@@ -97,7 +107,8 @@ def test_best_implementation_follows_target_and_case(monkeypatch, window, head, 
         ("triton", 64, "bfloat16", CPU, "TRITON_INTERPRET=1"),
         ("triton", 64, "bfloat16", Target("gpu"), "system.compute_capability is not set"),
         ("cudnn", 64, "bfloat16", CPU, "cuDNN runs on GPUs"),
-        ("cudnn", 264, "bfloat16", H100, "multiple of 8 up to 256, got 264"),
+        ("cudnn", 264, "bfloat16", H100, "multiple of 8 up to 256 here, got 264"),
+        ("cudnn", 192, "bfloat16", Target("gpu", 80, 1), "multiple of 8 up to 128 here, got 192"),
         ("cudnn", 64, "bfloat16", Target("gpu", 80), "max_documents=1"),
         ("flash", 64, "bfloat16", H100, "it has cudnn, reference, triton"),
     ],
@@ -109,6 +120,37 @@ def test_explicit_choice_that_cannot_run_is_refused(monkeypatch, implementation,
 
 
 ROW = jnp.ones((2, 8, 4, 16))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"out": ROW[:, :4]}, "out is float32.2, 4, 4, 16.; expected that of q"),
+        ({"d_out": ROW.astype(jnp.bfloat16)}, "d_out is bfloat16.2, 8, 4, 16.; expected that of q"),
+        ({"lse": jnp.ones((2, 4, 4))}, "the log-sum-exp has shape .2, 4, 4.; expected that of the forward pass, .2, 4, 8."),
+    ],
+)
+def test_bad_arguments_of_the_backward_pass_are_refused_while_tracing(changed, message):
+    operands = {"out": ROW, "lse": jnp.ones((2, 4, 8)), "d_out": ROW} | changed
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda *x: api.backward(ROW, ROW, ROW, None, *x, window=None, implementation=None, target=CPU), *operands.values())
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_documents_of_all_rows_reach_cudnn_where_they_begin(rows):
+    """By the function that JAX itself puts between its interface and cuDNN's."""
+    from jax._src.cudnn.fused_attention_stablehlo import _fix_seqlen_offsets
+
+    from megascale_jax.kernels.attention.cudnn import _documents
+
+    ids = jnp.asarray([[1, 1, 1, 2, 2, 2, 2, 2], [1, 1, 1, 1, 2, 2, 3, 3], [1] * 8, [1, 1, 0, 0, 0, 0, 0, 0]][:rows], jnp.int32)
+    lengths, firsts = _documents(ids, 3)
+    q = jnp.zeros((rows, 8, 1, 1))
+    lengths, _, firsts, _, *_ = _fix_seqlen_offsets(lengths, lengths, firsts, firsts, q, q)
+    expected = [(0, 3), (3, 5), (8, 4), (12, 2), (14, 2), (16, 8), (24, 2)][: (2, 5, 6, 7)[rows - 1]]
+    count = len(expected)
+    assert list(zip(firsts.ravel().tolist()[:count], lengths.ravel().tolist()[:count], strict=True)) == expected
+    assert set(lengths.ravel().tolist()[count:]) <= {0} and set(firsts.ravel().tolist()[count:]) == {rows * 8}
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,13 @@ def test_width_beyond_the_table_takes_the_last_class_and_says_so_once(caplog):
     assert [record.message for record in caplog.records] == ["no tile of loss.statistics for width 2000001 on 90: that for 1048576 is used"]
 
 
-def test_unknown_architecture_is_refused():
-    with pytest.raises(ConfigError, match=r"no tiles of norm\.forward for compute capability 75; known: interpreter, 80, 90, 100"):
+def test_unknown_architecture_takes_the_tiles_of_the_nearest_older_one_and_says_so_once(caplog):
+    assert [candidates("loss.gradient", 86, 1000) for _ in range(3)] == [candidates("loss.gradient", 80, 1000)] * 3
+    assert [record.message for record in caplog.records] == ["no tile of loss.gradient for compute capability 86: those for 80 are used"]
+
+
+def test_architecture_older_than_all_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"no tiles of norm\.forward for compute capability 75; the kernels need one of \[80, 90, 100\] or later"
+    ):
         candidates("norm.forward", 75, 1024)

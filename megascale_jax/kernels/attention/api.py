@@ -18,6 +18,8 @@ from megascale_jax.config.schema import TRITON_HEAD_SIZES
 from megascale_jax.kernels.launch import is_interpreted
 from megascale_jax.kernels.target import Implementation, KernelError, Refusals, Target, in_order, load, resolve
 
+CUDNN_LARGEST_HEAD = 256
+"""On compute capability 90 and later; half of it before."""
 INTERPRETED_HEAD_SIZES = (16, 32, 48, *TRITON_HEAD_SIZES)
 """Small ones in the interpreter, which is slow."""
 Gradients = tuple[jax.Array, jax.Array, jax.Array]
@@ -73,6 +75,12 @@ def backward(
 ) -> Gradients:
     """Gradients of q, k and v from the output and the log-sum-exp that `forward` gave."""
     chosen = _implementation(q_BSHK, k_BTGK, v_BTGK, segment_ids_BS, window, implementation, target)
+    B, S, H, _ = q_BSHK.shape
+    for name, array in (("out", out_BSHK), ("d_out", d_out_BSHK)):
+        if (array.shape, array.dtype) != (q_BSHK.shape, q_BSHK.dtype):
+            raise KernelError(f"{name} is {array.dtype}{list(array.shape)}; expected that of q, {q_BSHK.dtype}{list(q_BSHK.shape)}")
+    if lse.shape[1:] != (H, S) or lse.shape[0] % B:
+        raise KernelError(f"the log-sum-exp has shape {lse.shape}; expected that of the forward pass, {(B, H, S)}")
     return chosen.run("backward", q_BSHK, k_BTGK, v_BTGK, segment_ids_BS, out_BSHK, lse, d_out_BSHK)
 
 
@@ -94,8 +102,9 @@ def _cudnn_refusal(head_size: int, dtype: jnp.dtype, target: Target) -> str | No
         return "cuDNN runs on GPUs"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN takes bfloat16 and float16, got {dtype}"
-    if head_size % 8 or head_size > 256:
-        return f"cuDNN takes heads of a multiple of 8 up to 256, got {head_size}"
+    largest = CUDNN_LARGEST_HEAD if (target.compute_capability or 0) >= 90 else CUDNN_LARGEST_HEAD // 2
+    if head_size % 8 or head_size > largest:
+        return f"cuDNN takes heads of a multiple of 8 up to {largest} here, got {head_size}"
     if target.max_documents > 1 and (target.compute_capability or 0) < 90:
         return "cuDNN keeps the documents of a row apart on compute capability 90 and later; set system.kernels.max_documents=1 for one"
     return None
@@ -135,6 +144,8 @@ def _check(q_BSHK, k_BTGK, v_BTGK, segment_ids_BS, window: int | None) -> None:
         raise KernelError(f"q, k and v have types {q_BSHK.dtype}, {k_BTGK.dtype}, {v_BTGK.dtype}; cast them to one")
     if segment_ids_BS is not None and (segment_ids_BS.shape != (B, S) or not jnp.issubdtype(segment_ids_BS.dtype, jnp.integer)):
         raise KernelError(f"segment ids are {segment_ids_BS.dtype}{list(segment_ids_BS.shape)}; expected int32 {[B, S]}, one a query")
+    if S * H * K >= 2**31:
+        raise KernelError(f"a row of {S} tokens of {H} heads of {K} has more than 2**31 elements; split the heads over more tensor ranks")
     if window is not None and window < 1:
         raise KernelError(f"window is {window}; a query sees itself, so the least is 1; None sees all")
 

@@ -71,9 +71,11 @@ def _options(q_BSHK: jax.Array, segment_ids_BS: jax.Array | None, window: int | 
 
 
 def _documents(segment_ids_BS: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """Length ``[B, M]`` and offset ``[B, M + 1]`` of every segment 1, 2, ... of a row; -1 where there is none."""
+    """Length ``[B, M]`` and first token ``[B, M + 1]`` of every segment 1, 2, ... of a row; -1 where there is none.
+
+    Ends must not be among the first tokens: JAX lays the entries of all rows that are not negative one behind the other.
+    """
     lengths_BM = (segment_ids_BS[:, :, None] == jnp.arange(1, count + 1)).sum(1, dtype=jnp.int32)
     present_BM = lengths_BM > 0
-    ends_BM = jnp.where(present_BM, jnp.cumsum(lengths_BM, axis=1), -1)
-    offsets = jnp.concatenate([jnp.zeros_like(ends_BM[:, :1]), ends_BM], axis=1)
-    return jnp.where(present_BM, lengths_BM, -1), offsets
+    firsts_BM = jnp.where(present_BM, jnp.cumsum(lengths_BM, axis=1) - lengths_BM, -1)
+    return jnp.where(present_BM, lengths_BM, -1), jnp.pad(firsts_BM, ((0, 0), (0, 1)), constant_values=-1)

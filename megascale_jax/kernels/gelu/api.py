@@ -33,6 +33,8 @@ def backward(
     up: jax.Array, gate: jax.Array | None, d_out: jax.Array, *, implementation: str | None, target: Target
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """Gradients of ``up`` and ``gate`` that have their biases, and the result of `activate` once more, in one pass."""
+    if (d_out.shape, d_out.dtype) != (up.shape, up.dtype):
+        raise KernelError(f"the gradient is {d_out.dtype}{list(d_out.shape)}; expected that of up, {up.dtype}{list(up.shape)}")
     return _implementation(up, gate, None, None, implementation, target).run("backward", up, gate, None, None, d_out)
 
 

@@ -39,6 +39,9 @@ def logits_gradient(
     target: Target,
 ) -> jax.Array:
     """Gradient of this rank's logits, in their type, from that of the losses ``[B, S]`` and the denominator of `join_statistics`."""
+    for name, array in (("log_total", log_total), ("gradient", gradient)):
+        if array.shape != targets.shape:
+            raise KernelError(f"{name} has shape {array.shape}; expected {targets.shape}, one a token")
     chosen = _implementation(logits, targets, vocab_size, implementation, target)
     return chosen.run("logits_gradient", logits, log_total, targets, vocab_offset, vocab_size, gradient)
 
