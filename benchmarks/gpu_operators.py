@@ -1,20 +1,22 @@
-"""Part (b): rates of every operator, by tile and implementation, beside the device's own ceilings.
+"""Rates of every operator by implementation, and of attention by tile, beside the device's own ceilings.
 
-A rate is the median of several runs, each of which takes the operator over many fresh inputs in one program, one after the other;
-``optimization_barrier`` keeps XLA from computing less than the operator's whole result.
+A rate is the median of several passes, each of which takes the operator over many inputs in one program. Inputs are arrays of their
+own: out of a stack, XLA would copy them for a kernel that is none of its own.
 """
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from megascale_jax.kernels.attention import api as attention
+from megascale_jax.kernels.attention import reference
 from megascale_jax.kernels.gelu import api as gelu
 from megascale_jax.kernels.launch import Tile
 from megascale_jax.kernels.loss import api as loss
@@ -23,190 +25,235 @@ from megascale_jax.kernels.target import Target
 from megascale_jax.kernels.tiles import candidates
 
 Job = Callable[[], dict[str, Any]]
+REPEATS = 5
+PASS_BYTES = 2**30
+"""Inputs of a pass, about: enough for some milliseconds, and for no cache."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An attention problem."""
+
+    name: str
+    batch: int
+    length: int
+    heads: int
+    head: int
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Shapes of the measurements; those of ``--dry`` only exercise the code."""
+    """Shapes of the measurements; those of a dry run only exercise the code."""
 
     gemm: int
     copy: int
-    attention: tuple[tuple[str, int, int, int, int], ...]
-    """Name, batch, length, heads, head size."""
+    shapes: tuple[Shape, ...]
+    """The first is the targets' own."""
     windows: tuple[int | None, ...]
     rows: tuple[tuple[int, int], ...]
     """Tokens and width of norms and activations."""
     logits: tuple[tuple[int, int], ...]
-    inputs: int
-    repeats: int
 
 
 REAL = Sizes(
     8192,
-    2**29,
-    (("target", 1, 8192, 16, 128), ("175B shard", 1, 2048, 16, 96), ("175B shard, long", 1, 8192, 16, 96), ("1.3B", 8, 2048, 16, 128)),
+    2**28,
+    (
+        Shape("target", 1, 8192, 16, 128),
+        Shape("175B shard", 1, 2048, 16, 96),
+        Shape("175B shard, long", 1, 8192, 16, 96),
+        Shape("1.3B", 8, 2048, 16, 128),
+    ),
     (None, 1024, 512),
-    ((16384, 2048), (2048, 12288), (16384, 8192)),
+    ((16384, 2048), (2048, 12288)),
     ((2048, 1000), (8192, 50304)),
-    8,
-    7,
 )
-TINY = Sizes(64, 2**10, (("target", 1, 64, 2, 32),), (None, 20), ((8, 64),), ((8, 48),), 2, 2)
+TINY = Sizes(64, 2**10, (Shape("target", 1, 64, 2, 32),), (None, 20), ((8, 64),), ((8, 48),))
 
 
-def operator_rows(target: Target, dry: bool) -> Iterator[tuple[str, Job]]:
-    """Ceilings first: all else is read against them."""
+def rate_jobs(target: Target, dry: bool) -> Iterator[tuple[str, Job]]:
+    """Ceilings first: all else is read against them; then every operator with the table's first tile."""
     sizes = TINY if dry else REAL
     yield "ceiling: GEMM", partial(gemm_ceiling, sizes)
     yield "ceiling: copy", partial(copy_ceiling, sizes)
-    for shape in sizes.attention:
-        for window in sizes.windows:
-            yield from attention_jobs(shape, window, sizes, target, dry)
+    first, *others = sizes.shapes
+    yield from _attention_jobs(first, sizes.windows[:2], target, dry)
     for rows, width in sizes.rows:
         for implementation in ("triton", "reference"):
             label = f"{rows}x{width} by {implementation}"
-            yield f"norm with residual {label}", partial(norm_rates, rows, width, implementation, sizes, target)
-            yield f"gelu {label}", partial(activation_rates, rows, width, implementation, sizes, target)
+            yield f"norm with residual {label}", partial(norm_rates, rows, width, implementation, target)
+            yield f"gelu {label}", partial(activation_rates, rows, width, implementation, target)
     for rows, width in sizes.logits:
         for implementation in ("triton", "reference"):
-            yield f"loss {rows}x{width} by {implementation}", partial(loss_rates, rows, width, implementation, sizes, target)
+            yield f"loss {rows}x{width} by {implementation}", partial(loss_rates, rows, width, implementation, target)
+    for shape in others:
+        yield from _attention_jobs(shape, sizes.windows, target, dry)
+
+
+def _attention_jobs(shape: Shape, windows: Sequence[int | None], target: Target, dry: bool) -> Iterator[tuple[str, Job]]:
+    for window in windows:
+        for way in ("forward", "backward"):
+            for implementation in ("triton",) if dry else ("triton", "cudnn"):
+                label = f"attention {shape.name} window {window or 'full'} {way} by {implementation}"
+                yield label, partial(attention_rate, shape, window, way, implementation, None, target)
+
+
+def tile_jobs(target: Target, dry: bool) -> Iterator[tuple[str, Job]]:
+    """Every candidate of the table on the shapes that matter, its values checked before it is timed."""
+    sizes = TINY if dry else REAL
+    heads = {shape.head: shape for shape in sizes.shapes[:2]}
+    if not dry:
+        heads |= {head: Shape(f"head {head}", 1, 4096, 16, head) for head in (64, 192, 256)}
+    for head, shape in heads.items():
+        q_tiles, kv_tiles = (candidates(f"attention.backward_{part}", target.architecture, head) for part in ("q", "kv"))
+        pairs = [*((q_tiles[0], tile) for tile in kv_tiles), *((tile, kv_tiles[0]) for tile in q_tiles[1:])]
+        for window in (None, 1024) if not dry else (20,):
+            for tile in candidates("attention.forward", target.architecture, head):
+                label = f"{shape.name} window {window or 'full'} forward: {tile.text}"
+                yield label, partial(attention_rate, shape, window, "forward", "triton", (tile,), target)
+            for q_tile, kv_tile in pairs:
+                label = f"{shape.name} window {window or 'full'} backward: {q_tile.text}; {kv_tile.text}"
+                yield label, partial(attention_rate, shape, window, "backward", "triton", (q_tile, kv_tile), target)
 
 
 def gemm_ceiling(sizes: Sizes) -> dict[str, Any]:
     """TFLOP/s of a large bf16 product."""
     n = sizes.gemm
-    seconds = measure(lambda x: x @ x, (n, n), sizes)
-    return {"result": rate(2 * n**3 / seconds / 1e12, "TFLOP/s"), "tflops": 2 * n**3 / seconds / 1e12}
+    tflops = 2 * n**3 / measure(jnp.matmul, inputs((n, n), 2)) / 1e12
+    return {"result": _rate(tflops, "TFLOP/s"), "tflops": tflops}
 
 
 def copy_ceiling(sizes: Sizes) -> dict[str, Any]:
     """GB/s of reading and writing a large array."""
-    seconds = measure(lambda x: x + 1, (sizes.copy // 1024, 1024), sizes, inputs=2)
-    return {"result": rate(2 * 2 * sizes.copy / seconds / 1e9, "GB/s"), "gbps": 4 * sizes.copy / seconds / 1e9}
+    gbps = 4 * sizes.copy / measure(lambda x: x + 1, inputs((sizes.copy // 1024, 1024), 1)) / 1e9
+    return {"result": _rate(gbps, "GB/s"), "gbps": gbps}
 
 
-def attention_jobs(shape, window: int | None, sizes: Sizes, target: Target, dry: bool) -> Iterator[tuple[str, Job]]:
-    """Forward and backward by cuDNN, and by Triton with every candidate of the table."""
-    name, *_, head = shape
-    what = f"attention {name} window {window or 'full'}"
-    for implementation in () if dry else ("cudnn",):
-        for backward in (False, True):
-            yield f"{what} {_way(backward)} by {implementation}", partial(attention_rate, shape, window, backward, None, sizes, target)
-    architecture = target.architecture
-    for tile in candidates("attention.forward", architecture, head):
-        yield f"{what} forward by triton: {tile.text}", partial(attention_rate, shape, window, False, (tile,), sizes, target)
-    pairs = [candidates(f"attention.backward_{part}", architecture, head) for part in ("q", "kv")]
-    first_q, first_kv = (found[0] for found in pairs)
-    for q_tile, kv_tile in [*((first_q, tile) for tile in pairs[1]), *((tile, first_kv) for tile in pairs[0][1:])]:
-        label = f"{what} backward by triton: {q_tile.text}; {kv_tile.text}"
-        yield label, partial(attention_rate, shape, window, True, (q_tile, kv_tile), sizes, target)
-
-
-def attention_rate(shape, window: int | None, backward: bool, tiles: tuple[Tile, ...] | None, sizes: Sizes, target: Target):
+def attention_rate(
+    shape: Shape, window: int | None, way: str, implementation: str, tiles: tuple[Tile, ...] | None, target: Target
+) -> dict[str, Any]:
     """TFLOP/s over the visible keys, two products forward and five backward, whatever the kernels recompute."""
-    name, B, S, H, K = shape
-    options = {"window": window, "implementation": "cudnn", "target": target}
-    forward: Callable = partial(attention.forward, **options)
-    back: Callable = partial(attention.backward, **options)
-    if tiles is not None:
-        from megascale_jax.kernels.attention import triton
-
-        tile = tiles[0] if not backward else None
-        forward = partial(triton.forward, window=window, architecture=target.architecture, tile=tile)
-        back = partial(triton.backward, window=window, architecture=target.architecture, tiles=(tiles[0], tiles[-1]))
-
-    def one(x):
-        q, k, v, d_out = x
-        if not backward:
-            return forward(q, k, v, None)[0]
-        out, lse = jax.lax.optimization_barrier(forward(q, k, v, None))
-        return back(q, k, v, None, out, lse, d_out)
-
-    seconds = measure(one, (4, B, S, H, K), sizes)
-    if backward:
-        seconds -= measure(lambda x: forward(x[0], x[1], x[2], None)[0], (4, B, S, H, K), sizes)
+    forward, backward = _ways(window, way, implementation, tiles, target)
+    if tiles is not None and (wrong := wrong_values(forward, backward, way, shape.head)):
+        return {"result": wrong}
+    B, S, H, K = shape.batch, shape.length, shape.heads, shape.head
+    prepared = inputs((B, S, H, K), 4)
+    if way == "forward":
+        seconds = measure(lambda q, k, v, _: forward(q, k, v, None), prepared)
+    else:
+        ready = jax.jit(lambda q, k, v, _: forward(q, k, v, None))
+        seconds = measure(
+            lambda q, k, v, d_out, out, lse: backward(q, k, v, None, out, lse, d_out), [(*one, *ready(*one)) for one in prepared]
+        )
     seen = min(window or S, S)
     pairs = seen * (seen + 1) // 2 + (S - seen) * seen
-    tflops = (10 if backward else 4) * B * H * K * pairs / seconds / 1e12
-    case = {"shape": name, "length": S, "head": K, "window": window, "way": _way(backward)}
-    by = "cudnn" if tiles is None else "triton"
-    return {"result": rate(tflops, "TFLOP/s"), "tflops": tflops, "seconds_each": seconds, "implementation": by, **case}
+    tflops = (4 if way == "forward" else 10) * B * H * K * pairs / seconds / 1e12
+    case = {"shape": shape.name, "length": S, "head": K, "window": window, "way": way, "implementation": implementation}
+    tile = "; ".join(tile.text for tile in tiles or ())
+    return {"result": _rate(tflops, "TFLOP/s"), "tflops": tflops, "seconds_each": seconds, "tile": tile, **case}
 
 
-def norm_rates(rows: int, width: int, implementation: str, sizes: Sizes, target: Target) -> dict[str, Any]:
-    """GB/s forward (two reads, two writes) and forward with backward (five reads and three writes of a row)."""
-    vector = jnp.ones(width, jnp.float32)
+def _ways(window: int | None, way: str, implementation: str, tiles: tuple[Tile, ...] | None, target: Target) -> tuple[Any, Any]:
+    """Forward and backward function of an implementation, or of Triton with tiles of one of them."""
+    if tiles is None:
+        options = {"window": window, "implementation": implementation, "target": target}
+        return partial(attention.forward, **options), partial(attention.backward, **options)
+    from megascale_jax.kernels.attention import triton
 
-    def run(x):
+    options = {"window": window, "architecture": target.architecture}
+    tile, pair = (tiles[0], None) if way == "forward" else (None, (tiles[0], tiles[-1]))
+    return partial(triton.forward, tile=tile, **options), partial(triton.backward, tiles=pair, **options)
+
+
+def wrong_values(forward: Any, backward: Any, way: str, head: int) -> str | None:
+    """What is wrong with two functions at a small, odd length; a window longer than that is none."""
+    dtype, length = ("float32", 45) if jax.default_backend() == "cpu" else ("bfloat16", 263)
+    q, k, v, d_out = (jax.random.normal(jax.random.key(n), (1, length, heads, head), dtype) for n, heads in enumerate((2, 1, 1, 2)))
+    ids = jnp.asarray([[1] * 20 + [2] * (length - 23) + [0] * 3], jnp.int32)
+    window = forward.keywords["window"]
+    wide_q, wide_k, wide_v, wide_d = (x.astype(jnp.float32) for x in (q, k, v, d_out))
+    out, lse = forward(q, k, v, ids)
+    want_out, want_lse = reference.forward(wide_q, wide_k, wide_v, ids, window=window)
+    pairs = [(out, want_out)]
+    if way == "backward":
+        wanted = reference.backward(wide_q, wide_k, wide_v, ids, want_out, want_lse, wide_d, window=window)
+        pairs = list(zip(backward(q, k, v, ids, out, lse, d_out), wanted, strict=True))
+    tolerance = 1e-5 if dtype == "float32" else 3e-2
+    for got, want in pairs:
+        worst = float(jnp.abs(got.astype(jnp.float32) - want).max() / jnp.maximum(jnp.abs(want).max(), 1.0))
+        if not worst <= tolerance:
+            return f"wrong: off by {worst:.1e} of the largest, tolerance {tolerance:.0e}"
+    return None
+
+
+def norm_rates(rows: int, width: int, implementation: str, target: Target) -> dict[str, Any]:
+    """GB/s forward (two reads, two writes) and backward (three reads, a write: both inputs have one gradient)."""
+    scale, bias = jnp.ones(width, jnp.float32), jnp.zeros(width, jnp.float32)
+
+    def forward(x, added, *_):
         options = {"kind": "layernorm", "epsilon": 1e-5, "implementation": implementation, "target": target}
-        return norm.add_norm(x[0], x[1], vector, vector, **options)
+        return norm.add_norm(x, added, scale, bias, **options)
 
-    def both(x):
-        results, pull = jax.vjp(lambda x: run(x), x[:2])
-        return pull((x[2], x[3])), results
+    def backward(x, _, d_total, d_y):
+        # by the derivative at no addend, whose forward pass XLA drops
+        return jax.vjp(lambda x: forward(x, None), x)[1]((d_total, d_y))
 
-    size = 2 * rows * width
-    return rates("norm", implementation, {"forward": (run, 4 * size), "both": (both, 8 * size)}, (4, rows, width), sizes)
+    ways = {"forward": (forward, 4), "backward": (backward, 4)}
+    return _rates("norm", implementation, ways, inputs((rows, width), 4))
 
 
-def activation_rates(rows: int, width: int, implementation: str, sizes: Sizes, target: Target) -> dict[str, Any]:
+def activation_rates(rows: int, width: int, implementation: str, target: Target) -> dict[str, Any]:
     """GB/s forward (a read, a write) and backward (two reads, two writes)."""
     options = {"implementation": implementation, "target": target}
-    size = 2 * rows * width
     ways = {
-        "forward": (lambda x: gelu.activate(x[0], **options), 2 * size),
-        "backward": (lambda x: gelu.backward(x[0], None, x[1], **options)[::2], 4 * size),
+        "forward": (lambda x, _: gelu.activate(x, **options), 2),
+        "backward": (lambda x, d_out: gelu.backward(x, None, d_out, **options)[::2], 4),
     }
-    return rates("activation", implementation, ways, (2, rows, width), sizes)
+    return _rates("activation", implementation, ways, inputs((rows, width), 2))
 
 
-def loss_rates(rows: int, width: int, implementation: str, sizes: Sizes, target: Target) -> dict[str, Any]:
+def loss_rates(rows: int, width: int, implementation: str, target: Target) -> dict[str, Any]:
     """GB/s of the statistics (a read) and of the gradient (a read, a write)."""
     targets, ones = jnp.zeros((1, rows), jnp.int32), jnp.ones((1, rows))
     options = {"implementation": implementation, "target": target}
-    size = 2 * rows * width
     ways = {
-        "statistics": (lambda x: loss.local_statistics(x, targets, jnp.int32(0), width, **options), size),
-        "gradient": (lambda x: loss.logits_gradient(x, ones, targets, jnp.int32(0), width, ones, **options), 2 * size),
+        "statistics": (lambda x: loss.local_statistics(x, targets, jnp.int32(0), width, **options), 1),
+        "gradient": (lambda x: loss.logits_gradient(x, ones, targets, jnp.int32(0), width, ones, **options), 2),
     }
-    return rates("loss", implementation, ways, (1, rows, width), sizes)
+    return _rates("loss", implementation, ways, inputs((1, rows, width), 1))
 
 
-def rates(
-    operator: str, implementation: str, ways: dict[str, tuple[Callable, int]], shape: tuple[int, ...], sizes: Sizes
-) -> dict[str, Any]:
-    """GB/s of every way, counting the bytes that the operator cannot do without."""
-    found = {way: size / measure(run, shape, sizes) / 1e9 for way, (run, size) in ways.items()}
-    result = ", ".join(f"{way} {rate(value, 'GB/s')}" for way, value in found.items())
-    return {"result": result, "gbps": found, "operator": operator, "implementation": implementation, "rows": shape[-2], "width": shape[-1]}
+def _rates(operator: str, implementation: str, ways: dict[str, tuple[Callable, int]], prepared: list[tuple]) -> dict[str, Any]:
+    """GB/s of every way, counting the arrays that the operator cannot do without."""
+    array = prepared[0][0]
+    found = {way: count * array.nbytes / measure(run, prepared) / 1e9 for way, (run, count) in ways.items()}
+    result = ", ".join(f"{way} {_rate(value, 'GB/s')}" for way, value in found.items())
+    rows, width = array.shape[-2:]
+    return {"result": result, "gbps": found, "operator": operator, "implementation": implementation, "rows": rows, "width": width}
 
 
-def measure(run: Callable, shape: tuple[int, ...], sizes: Sizes, inputs: int | None = None) -> float:
-    """Seconds of one call, median of several passes over fresh random inputs in one program."""
-    inputs = inputs or sizes.inputs
-    keys = jax.random.split(jax.random.key(0), inputs)
-    stacked = jax.jit(jax.vmap(lambda key: jax.random.normal(key, shape, jnp.bfloat16)))(keys)
+@lru_cache(maxsize=2)
+def inputs(shape: tuple[int, ...], operands: int) -> list[tuple[jax.Array, ...]]:
+    """Random bf16 operands of several calls."""
+    size = 2 * operands * int(np.prod(shape))
+    calls = 2 if jax.default_backend() == "cpu" else min(max(PASS_BYTES // size, 4), 32)
+    make = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))
+    keys = jax.random.split(jax.random.key(0), calls * operands)
+    arrays = [make(key) for key in keys]
+    return [tuple(arrays[call * operands : (call + 1) * operands]) for call in range(calls)]
 
-    def step(total, x):
-        results = jax.lax.optimization_barrier(run(x))
-        # one element of every result, so that none may be left out
-        picked = [leaf.ravel()[0].astype(jnp.float32) for leaf in jax.tree.leaves(results) if leaf.size > 1]
-        return total + sum(picked), None
 
-    program = jax.jit(lambda xs: jax.lax.scan(step, jnp.float32(0), xs)[0])
-    jax.block_until_ready(program(stacked))
+def measure(run: Callable, prepared: list[tuple]) -> float:
+    """Seconds of one call, median of several passes over all prepared operands in one program."""
+    program = jax.jit(lambda calls: [run(*call) for call in calls])
+    jax.block_until_ready(program(prepared))
     passes = []
-    for _ in range(sizes.repeats):
+    for _ in range(REPEATS):
         began_s = time.perf_counter()
-        jax.block_until_ready(program(stacked))
+        jax.block_until_ready(program(prepared))
         passes.append(time.perf_counter() - began_s)
-    return statistics.median(passes) / inputs
+    return statistics.median(passes) / len(prepared)
 
 
-def rate(value: float, unit: str) -> str:
-    """Three digits."""
+def _rate(value: float, unit: str) -> str:
     return f"{value:.3g} {unit}"
-
-
-def _way(backward: bool) -> str:
-    return "backward" if backward else "forward"

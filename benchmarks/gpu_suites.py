@@ -1,10 +1,17 @@
-"""Part (a): the operators' shared suites of ``tests/kernels`` on the device, with the block sizes that it uses."""
+"""The operators' shared suites of ``tests/kernels`` on the device, with the block sizes that it uses; and what only a device can show.
+
+The values of every tile of the table are checked where tiles are ranked (`gpu_operators.py`).
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from megascale_jax.config.schema import TRITON_HEAD_SIZES
 from megascale_jax.kernels.attention import api
@@ -15,66 +22,66 @@ from tests.kernels.attention_suite import Case
 Job = Callable[[], dict[str, Any]]
 
 
-def suite_rows(target: Target, dry: bool) -> Iterator[tuple[str, Job]]:
-    """A job for each group of cases of each implementation; the wanted result is ``passed``."""
-    for implementation in ("triton",) if dry else ("triton", "cudnn"):
-        for name, cases in attention_groups(dry).items():
-            kept = [case for case in cases if runs(case, implementation, target)]
-            yield f"attention by {implementation}: {name}", partial(check_all, kept, implementation, target)
-    for name, checks in elementwise_groups(target, dry).items():
-        yield name, partial(all_of, checks)
+def suite_jobs(target: Target, dry: bool) -> Iterator[tuple[str, Job]]:
+    """A job a case, the most telling first; the wanted result is ``right``."""
+    yield "attention by triton gives the same bits twice", partial(same_bits, target, dry)
+    yield from elementwise_jobs(target, dry)
+    for case in attention_cases(dry):
+        for implementation in ("triton", "cudnn"):
+            if runs(case, implementation, target):
+                yield f"attention by {implementation} {case.name}", partial(judged, attention_suite.check, case, implementation, target)
 
 
-def attention_groups(dry: bool) -> dict[str, list[Case]]:
-    """Groups of cases; every shape and mask is compiled anew, so on a device they are few."""
-    block, head = (32, 32) if dry else (128, 64)
-    dtype = "float32" if dry else "bfloat16"
-    edges = [replace(case, head=head, dtype=dtype) for case in attention_suite.edge_cases(block)]
-    documents = [replace(case, head=head, dtype=dtype) for case in attention_suite.documents_cases(block)]
+def attention_cases(dry: bool) -> list[Case]:
+    """Every shape and mask is compiled anew on a device, so it sees a part of the cases that the interpreter sees."""
+    block, head, dtype = (32, 32, "float32") if dry else (128, 64, "bfloat16")
     sizes = (32, 48) if dry else TRITON_HEAD_SIZES
-    groups = {
-        "head sizes and types": attention_suite.type_cases(2 * block + 7, sizes),
-        "rows and windows at the edges of blocks": edges,
-        "documents and padding": documents,
-        "extreme scores": attention_suite.extreme_cases(dtype),
-    }
-    return {name: cases[::8] for name, cases in groups.items()} if dry else groups
+    documents = [replace(case, head=head, dtype=dtype) for case in attention_suite.documents_cases(block)]
+    edges = [replace(case, head=head, dtype=dtype) for case in attention_suite.edge_cases(block)]
+    several = [*attention_suite.type_cases(2 * block + 7, sizes), *documents, *attention_suite.extreme_cases(dtype), *edges[::3]]
+    return several[::9] if dry else several
 
 
 def runs(case: Case, implementation: str, target: Target) -> bool:
-    """Whether an implementation takes a case; documents of no token and more than it has room for are not cuDNN's."""
-    if api.refusals(case.head, attention_suite.jnp.dtype(case.dtype), case.window, target)[implementation] is not None:
+    """Whether an implementation takes a case; rows without a token and more documents than it has room for are not cuDNN's."""
+    if api.refusals(case.head, jnp.dtype(case.dtype), case.window, target)[implementation] is not None:
         return False
     return implementation != "cudnn" or case.segments is None or 0 < len(case.segments) <= target.max_documents
 
 
-def elementwise_groups(target: Target, dry: bool) -> dict[str, list[Callable[[], None]]]:
-    """Checks of the Triton kernels by operator."""
+def elementwise_jobs(target: Target, dry: bool) -> Iterator[tuple[str, Job]]:
+    """Checks of the other Triton kernels."""
     suite, triton = elementwise_suite, {"implementation": "triton", "target": target}
-    types = ("float32",) if dry else ("float32", "bfloat16")
-    widths, shapes = ((33, 64), ((5, 37),)) if dry else ((33, 1000, 2048, 8192, 12288), ((5, 37), (257, 6144)))
-    norms = product(("layernorm", "rmsnorm"), widths, types, (True,))
-    activations = product((True, False), (True,), shapes, types)
-    losses = product((1, 4), (37,), types)
-    return {
-        "norms": [partial(suite.check_norm, *case, **triton) for case in norms],
-        "activations": [partial(suite.check_activation, *case, **triton) for case in activations],
-        "loss": [partial(suite.check_loss, *case, **triton, size=size) for case in losses for size in (1.0, 1e3)],
-    }
+    types = ("float32",) if dry else ("bfloat16", "float32")
+    norms = [(33, 7)] if dry else [(2048, 2000), (12288, 128), (1000, 7), (8192, 7)]
+    shapes = [(5, 37)] if dry else [(257, 6144), (5, 37)]
+    for kind, (width, rows), dtype in product(("layernorm", "rmsnorm"), norms, types):
+        yield f"{kind} {2 * rows}x{width} {dtype}", partial(judged, suite.check_norm, kind, width, dtype, True, rows=rows, **triton)
+    for gated, shape, dtype in product((True, False), shapes, types):
+        name = f"{'swiglu' if gated else 'gelu'} {shape} {dtype}"
+        yield name, partial(judged, suite.check_activation, gated, True, shape, dtype, **triton)
+    for ways, dtype in product((1, 4), types):
+        yield f"loss over {ways} {dtype}", partial(judged, suite.check_loss, ways, 37, dtype, size=1e3, **triton)
 
 
-def check_all(cases: list[Case], implementation: str, target: Target) -> dict[str, Any]:
-    """Check attention cases; the row says how many were right and names the first wrong one."""
-    return all_of([partial(attention_suite.check, case, implementation, target) for case in cases], [case.name for case in cases])
+def judged(check: Callable[..., None], *arguments: Any, **options: Any) -> dict[str, Any]:
+    """Run a check; an AssertionError is a wrong value."""
+    try:
+        check(*arguments, **options)
+    except AssertionError as error:
+        return {"result": f"wrong: {str(error).splitlines()[0]}"}
+    return {"result": "right"}
 
 
-def all_of(checks: list[Callable[[], None]], names: list[str] | None = None) -> dict[str, Any]:
-    """Run checks; an AssertionError is a wrong value, and the next check still runs."""
-    wrong = []
-    for index, check in enumerate(checks):
-        try:
-            check()
-        except AssertionError as error:
-            wrong.append(f"{names[index] if names else check}: {str(error).splitlines()[0]}")
-    result = f"wrong in {len(wrong)} of {len(checks)}" if wrong else f"passed {len(checks)}"
-    return {"result": result, "wrong": wrong[:20]}
+def same_bits(target: Target, dry: bool) -> dict[str, Any]:
+    """The gradients of two runs, which atomics would tell apart."""
+    length, heads, head, dtype = (70, 2, 32, "float32") if dry else (4096, 8, 128, "bfloat16")
+    q, k, v, d_out = (jax.random.normal(jax.random.key(n), (1, length, heads, head), dtype) for n in range(4))
+
+    @jax.jit
+    def gradients(q, k, v, d_out):
+        return jax.vjp(lambda *x: api.attention(*x, window=length // 2, implementation="triton", target=target), q, k, v)[1](d_out)
+
+    first, second = gradients(q, k, v, d_out), gradients(q, k, v, d_out)
+    same = all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(first, second, strict=True))
+    return {"result": "right" if same else "wrong: two runs differ"}

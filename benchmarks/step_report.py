@@ -117,4 +117,8 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=root, check=True, capture_output=True, text=True).stdout.strip()
+    """What git says; ``unknown`` where the tree came without its history."""
+    try:
+        return subprocess.run(["git", *arguments], cwd=root, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("MEGASCALE_COMMIT", "unknown")

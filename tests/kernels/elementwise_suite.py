@@ -92,7 +92,7 @@ def _compare(run: Callable, define: Callable, operands: tuple, dtype: str, size:
     results, pull = jax.vjp(run, *operands)
     cotangents = jax.tree.map(lambda x: jnp.cos(3 * x.astype(jnp.float32)).astype(x.dtype), results)
     gradients = pull(cotangents)
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
         wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), (operands, cotangents))
         want_results, want_pull = jax.vjp(define, *wide[0])
         wanted = (want_results, want_pull(wide[1]))
