@@ -2,7 +2,7 @@
 # constraints.txt changed (the stamp files know).
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help train test aot gpu-check lint types contracts wheel clean
+.PHONY: help train test aot gpu-check gpu-wheels lint types contracts wheel clean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -25,6 +25,11 @@ aot: $(VENV)/.installed-aot ## install what compiles for absent GPUs: `megascale
 
 gpu-check: $(VENV)/.installed-gpu ## on an H100 or H200, 8 minutes: check the kernels, rank their tiles, measure whole steps
 	$(BIN)/python benchmarks/gpu_check.py $(ARGS)
+
+GPU_WHEELS := annotated-types jax-triton omegaconf pydantic pydantic_core typing-inspection
+gpu-wheels: $(VENV)/.installed ## wheels in build/gpu-wheels for gpu-check on a machine that has jax, flax, optax and Triton, but no network
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: \
+	    --constraint constraints.txt --dest build/gpu-wheels $(GPU_WHEELS)
 
 lint: $(VENV)/.installed-dev ## ruff on Python, shellcheck on shell
 	$(BIN)/ruff check .

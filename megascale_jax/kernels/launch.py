@@ -6,7 +6,7 @@ interpreter computes it on the host (`interpreter.py`). `resources.py` compiles 
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -107,11 +107,3 @@ def cdiv(length: int, block: int) -> int:
 def like(*arrays: jax.Array) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Results of the shapes and types of arrays."""
     return tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays)
-
-
-def product(sizes: Sequence[int]) -> int:
-    """Product of sizes."""
-    total = 1
-    for size in sizes:
-        total *= size
-    return total

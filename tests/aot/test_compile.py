@@ -166,6 +166,20 @@ def test_program_holds_no_array_of_sequence_by_sequence(compiled):
     assert [array for array in arrays if is_sequence_by_sequence(array)] == []
 
 
+def test_program_holds_no_fp32_logits(compiled):
+    """Neither whole nor those of a rank; inside a fusion, which keeps them in registers, they may be."""
+    _, folder, experiment = compiled
+    module = parse_module((folder / "module.hlo").read_text())
+    parallel, vocabulary = experiment.parallel, experiment.model.vocab_size
+    widths = {vocabulary, vocabulary // parallel.tensor, vocabulary // (parallel.tensor * parallel.pipe)}
+    tokens = {LENGTH * rows for rows in (1, parallel.micro_batch_size)}
+    bodies = [module.entry, *(body for body, _ in loop_bodies(module, module.entry))]
+    arrays = {
+        array for body in bodies for i in body.instructions for array in i.arrays if widths & {*array.dims} and tokens & {*array.dims}
+    }
+    assert {array.dtype for array in arrays} == {"bf16"}
+
+
 def is_sequence_by_sequence(array):
     return sum(dim in (LENGTH, LENGTH // 2) for dim in array.dims) > 1
 
