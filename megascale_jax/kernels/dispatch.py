@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from megascale_jax.config.schema import Experiment, ModelConfig, SystemConfig
+from megascale_jax.errors import ConfigError
 from megascale_jax.kernels.attention import api as attention
 from megascale_jax.kernels.gelu import api as gelu
 from megascale_jax.kernels.loss import api as loss
@@ -43,6 +44,9 @@ def select(model: ModelConfig, system: SystemConfig) -> Operators:
 
     def bound(function: Callable, operator: str, **options: Any) -> Callable:
         chosen = getattr(system.kernels, operator)
+        refusal = {"triton": target.triton_refusal, "cudnn": None if target.platform == "gpu" else "cuDNN runs on GPUs"}.get(chosen)
+        if refusal:
+            raise ConfigError(f"system.kernels.{operator} is {chosen}, which cannot run on {system.device}: {refusal}; or set auto")
         return partial(function, implementation=None if chosen == "auto" else chosen, target=target, **options)
 
     return Operators(

@@ -157,3 +157,36 @@ def test_resume_allows_what_decides_no_number_and_blocks_the_rest():
     }
     blocking = difference_blocks_resume(differences(QUICKSTART, changed(**blocked, **free)))
     assert {item.key for item in blocking} == {key.replace("__", ".") for key in blocked}
+
+
+def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch):
+    message = "system.kernels.norm is triton, which needs system.platform gpu, got cpu; set system.kernels.norm=auto"
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert message in problems(system__kernels__norm="triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    check(changed(system__kernels__norm="triton"))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"system__kernels__loss": "triton"},
+            "system.kernels.loss is triton, compiled for a compute capability: set system.compute_capability",
+        ),
+        (
+            {"system__kernels__attention": "triton", "model__head_size": 72, "system__compute_capability": 90},
+            "the head width 72 is none of those of the Triton kernels: 64, 96, 128, 192, 256; set system.kernels.attention=auto",
+        ),
+        (
+            {"system__kernels__attention": "cudnn", "model__head_size": 64, "system__compute_capability": 80},
+            "cuDNN keeps the documents of a row apart on compute capability 90 and later, got 80",
+        ),
+        (
+            {"system__kernels__attention": "cudnn", "model__head_size": 192, "system__compute_capability": 80},
+            "the head width 192 is none that attention on such GPUs takes: a multiple of 8, at most 128",
+        ),
+    ],
+)
+def test_kernel_that_the_gpu_lacks_is_named(values, message):
+    assert message in problems(system__platform="gpu", train__compute_dtype="bfloat16", **values)
