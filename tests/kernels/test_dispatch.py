@@ -1,5 +1,7 @@
 """Operators follow the target of a run, not this host; an explicit one that cannot run there is refused."""
 
+from typing import Any
+
 import pytest
 
 from megascale_jax.config.schema import KernelConfig, SystemConfig
@@ -15,13 +17,9 @@ GPU = SystemConfig(platform="gpu", device="NVIDIA H100", compute_capability=90)
 def test_operators_are_bound_to_the_target_and_the_choice(chosen):
     kernels = KernelConfig(**dict.fromkeys(("attention", "norm", "activation", "loss"), chosen), max_documents=4)
     operators = select(experiment().model, GPU.model_copy(update={"kernels": kernels}))
-    for operator in (
-        operators.attention_forward,
-        operators.attention_backward,
-        operators.add_norm,
-        operators.activate,
-        operators.loss_gradient,
-    ):
+    names = ("attention_forward", "attention_backward", "add_norm", "activate", "activate_backward", "loss_statistics", "loss_gradient")
+    bound: list[Any] = [getattr(operators, name) for name in names]
+    for operator in bound:
         assert operator.keywords["target"] == Target("gpu", 90, 4)
         assert operator.keywords["implementation"] == (None if chosen == "auto" else chosen)
 
