@@ -12,6 +12,7 @@ program is one that this package wrote.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from megascale_jax import axes
 from megascale_jax.config.layout import Layout
 from megascale_jax.config.schema import Experiment
 from megascale_jax.config.stages import EMPTY
-from megascale_jax.kernels.dispatch import select
+from megascale_jax.kernels.dispatch import attention_choices, select
 from megascale_jax.kernels.target import Target
 from megascale_jax.model.transformer import Transformer
 from megascale_jax.parallel.mesh import make_mesh
@@ -47,6 +48,12 @@ class Plan:
     mesh: Mesh
     zero: ZeroSharding
     executor: Pipeline
+
+    @cached_property
+    def most_documents(self) -> int | None:
+        """Documents of a row that attention has room for; ``None``: any number."""
+        packed = "cudnn" in attention_choices(self.experiment).values()
+        return self.experiment.system.kernels.max_documents if packed else None
 
     def sharding(self, partition: PartitionSpec) -> NamedSharding:
         """A partition on this plan's mesh."""

@@ -23,7 +23,6 @@ from megascale_jax import axes
 from megascale_jax.comm.flags import known_step_options
 from megascale_jax.config.schema import Experiment
 from megascale_jax.errors import DataError
-from megascale_jax.kernels.dispatch import attention_choices
 from megascale_jax.optim.lamb import make_optimizer
 from megascale_jax.optim.schedule import learning_rate
 from megascale_jax.parallel.pipeline.tick_state import Batch
@@ -116,9 +115,8 @@ def place_batch(plan: Plan, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
 
     Raises DataError when a row holds more documents than the attention of the target has room for.
     """
-    system = plan.experiment.system
-    if "cudnn" in attention_choices(plan.experiment).values():
-        most, room = int(np.max(batch["segment_ids"], initial=0)), system.kernels.max_documents
+    if (room := plan.most_documents) is not None:
+        most = int(np.max(batch["segment_ids"], initial=0))
         if most > room:
             raise DataError(
                 f"a row holds {most} documents, cuDNN attention has room for {room}; raise system.kernels.max_documents "

@@ -31,6 +31,14 @@ def _sigmoid(x):
 
 
 @triton.jit
+def _tile(ROWS: tl.constexpr, F: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr):
+    """This program's elements, their columns, and which of them there are."""
+    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    columns = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    return rows[:, None].to(tl.int64) * F + columns[None, :], columns, (rows[:, None] < ROWS) & (columns[None, :] < F)
+
+
+@triton.jit
 def _load(pointer, bias, place, columns, mask, F: tl.constexpr, BIASED: tl.constexpr):
     x = tl.load(pointer + place, mask=mask, other=0.0).to(tl.float32)
     if BIASED:
@@ -44,10 +52,7 @@ def _forward_kernel(
     ROWS: tl.constexpr, F: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, GATE_BIASED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    columns = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
-    place = rows[:, None].to(tl.int64) * F + columns[None, :]
-    mask = (rows[:, None] < ROWS) & (columns[None, :] < F)
+    place, columns, mask = _tile(ROWS, F, BLOCK_R, BLOCK_F)
     x = _load(up, bias, place, columns, mask, F, BIASED)
     if GATED:
         g = _load(gate, gate_bias, place, columns, mask, F, GATE_BIASED)
@@ -63,10 +68,7 @@ def _backward_kernel(
     ROWS: tl.constexpr, F: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, GATE_BIASED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    columns = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
-    place = rows[:, None].to(tl.int64) * F + columns[None, :]
-    mask = (rows[:, None] < ROWS) & (columns[None, :] < F)
+    place, columns, mask = _tile(ROWS, F, BLOCK_R, BLOCK_F)
     x = _load(up, bias, place, columns, mask, F, BIASED)
     d = tl.load(d_out + place, mask=mask, other=0.0).to(tl.float32)
     if GATED:

@@ -83,6 +83,13 @@ def _put_gradient(d_x, kept, place, columns, gradient, D: tl.constexpr, KEPT: tl
 
 
 @triton.jit
+def _put_sums(d_scale, d_bias, place, columns, of_scale, of_bias, D: tl.constexpr, BIASED: tl.constexpr):
+    tl.store(d_scale + place + columns, of_scale, mask=columns < D)
+    if BIASED:
+        tl.store(d_bias + place + columns, of_bias, mask=columns < D)
+
+
+@triton.jit
 def _backward_kernel(
     x, scale, d_y, kept, d_x, d_scale, d_bias,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, EPSILON: tl.constexpr, CENTRED: tl.constexpr,
@@ -141,13 +148,9 @@ def _backward_kernel(
         if D2:
             _put_gradient(d_x, kept, place, two, (dn_2 - middle - n_2 * along) * inverse, D, KEPT)
     if SUMS:
-        tl.store(d_scale + program * D + one, ds_1, mask=one < D)
+        _put_sums(d_scale, d_bias, program * D, one, ds_1, db_1, D, BIASED)
         if D2:
-            tl.store(d_scale + program * D + two, ds_2, mask=two < D)
-        if BIASED:
-            tl.store(d_bias + program * D + one, db_1, mask=one < D)
-            if D2:
-                tl.store(d_bias + program * D + two, db_2, mask=two < D)
+            _put_sums(d_scale, d_bias, program * D, two, ds_2, db_2, D, BIASED)
 
 
 @triton.jit
@@ -171,9 +174,7 @@ def _sums_kernel(
         ds += tl.sum(dy * normal, 0)
         if BIASED:
             db += tl.sum(dy, 0)
-    tl.store(d_scale + tl.program_id(1) * D + columns, ds, mask=columns < D)
-    if BIASED:
-        tl.store(d_bias + tl.program_id(1) * D + columns, db, mask=columns < D)
+    _put_sums(d_scale, d_bias, tl.program_id(1) * D, columns, ds, db, D, BIASED)
 
 
 def forward(
