@@ -131,8 +131,7 @@ def _backward_kernel(
         dn_1 = dy_1 * scale_1
         along = tl.sum(dn_1 * n_1, 0)
         middle = tl.sum(dn_1, 0)
-        n_2 = n_1
-        dn_2 = dn_1
+        n_2, dn_2 = n_1, dn_1
         if D2:
             n_2 = x_2 * inverse
             if SUMS:
