@@ -5,7 +5,8 @@
     |   +-- ConfigError       a YAML file, an override, or a combination of fields
     |   +-- DataError         a corpus, a tokenizer or a prepared data folder
     |   +-- RunFolderError    a run folder that belongs to another run, or is none
-    +-- CheckpointError       a checkpoint that is missing, damaged or of another model
+    +-- CheckpointError       a checkpoint that is missing, cannot be read or is of another model
+    |   +-- DamagedCheckpointError   its content is not what was written; an older one serves
     +-- CompileError          the compiler for absent GPUs gave up; exit code 1
 
 Catch as wide as needed. A message says what was got, what was expected, and what to do about it.
@@ -33,7 +34,11 @@ class RunFolderError(UsageError):
 
 
 class CheckpointError(MegascaleError):
-    """A checkpoint is missing, damaged or belongs to another model."""
+    """A checkpoint is missing, cannot be read or belongs to another model."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """What a checkpoint holds is not what was written: a wrong checksum, a missing or a short file."""
 
 
 class CompileError(MegascaleError):

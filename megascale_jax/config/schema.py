@@ -209,7 +209,20 @@ class CheckpointConfig(Section):
     """Saving."""
 
     every: Positive | None = Field(default=None, description="steps between checkpoints; null: at the end only")
-    keep: Positive = Field(default=2, description="newest checkpoints kept")
+    keep: Positive = Field(default=2, description="newest checkpoints kept on durable storage")
+    keep_every: Positive | None = Field(default=None, description="checkpoints whose step is a multiple of this stay for ever; null: none")
+    keep_hours: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="checkpoints younger than this stay; null: age does not count"
+    )
+    compression: Literal["none", "zstd"] = Field(
+        default="none", description="of blocks on storage; zstd saves about 8 % of random fp32 numbers and costs twice the CPU time"
+    )
+    restore: Literal["auto", "broadcast", "plain"] = Field(
+        default="auto",
+        description="broadcast: one rank of each data-parallel group reads what the group shares; plain: every rank reads what it "
+        "needs; auto: broadcast on several nodes",
+    )
+    limit_s: Positive = Field(default=1800, description="longest that a save waits for storage or for another host, seconds")
 
 
 class LoggingConfig(Section):

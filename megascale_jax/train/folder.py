@@ -8,14 +8,17 @@ number (`config.checks.RESUMABLE`) may change; anything else is refused with the
 
 import os
 import shutil
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
-from megascale_jax.checkpoint.store import published_steps, read_description
+from megascale_jax.checkpoint.manifest import published_steps, read_manifest
+from megascale_jax.checkpoint.storage import Storage
 from megascale_jax.config.checks import difference_blocks_resume
 from megascale_jax.config.load import differences, dump_yaml, read_resolved
 from megascale_jax.config.schema import Experiment
@@ -28,7 +31,11 @@ from megascale_jax.observe.summary import SUMMARY_FILE, RunSummary, read_summary
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS = "checkpoints"
 LOCK_FILE = ".lock"
-_OWN_NAMES = {CONFIG_FILE, CHECKPOINTS, LOCK_FILE, SUMMARY_FILE, METRICS_FILE, TENSORBOARD_FOLDER, TOKENIZER_FILE, "loss.png"}
+IDENTITY_FILE = ".identity"
+_OWN_NAMES = {
+    *(CONFIG_FILE, CHECKPOINTS, LOCK_FILE, IDENTITY_FILE, SUMMARY_FILE),
+    *(METRICS_FILE, TENSORBOARD_FOLDER, TOKENIZER_FILE, "loss.png"),
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,17 @@ class RunFolder:
         steps = published_steps(self.checkpoints)
         return steps[-1] if steps else None
 
+    def description(self, step: int) -> Mapping[str, Any]:
+        """What a checkpoint says of its run. Raises CheckpointError."""
+        return read_manifest(Storage(self.checkpoints), step).description
+
+    def identity(self) -> str:
+        """A name of this run that no other one has, also none that was here before; made when it is first asked for."""
+        file = self.path / IDENTITY_FILE
+        if not file.is_file():
+            replace_file(file, uuid.uuid4().hex.encode())
+        return file.read_text()
+
     def check(self, experiment: Experiment) -> None:
         """Refuse a configuration that may not go on here. Raises RunFolderError or CheckpointError; writes nothing."""
         existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
@@ -71,7 +89,7 @@ class RunFolder:
             raise RunFolderError(f"{error}\nthe folder's own configuration is damaged: start anew with --fresh") from error
         self._refuse(started, experiment, f"{self.path} belongs to a run with another configuration")
         if (step := self.latest()) is not None:
-            stored = read_description(self.checkpoints, step).get("experiment")
+            stored = self.description(step).get("experiment")
             saved = Experiment.model_validate_json(stored) if isinstance(stored, str) else None
             if saved is None:
                 raise RunFolderError(f"checkpoint {self.checkpoints / str(step)} was not written by `megascale train`; remove it")

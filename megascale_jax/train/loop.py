@@ -11,14 +11,14 @@ checkpoint and repeats the same steps bit for bit.
 
 import gc
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from megascale_jax.checkpoint.store import CheckpointStore, read_description
+from megascale_jax.checkpoint.two_stage import CheckpointStore
 from megascale_jax.config.schema import Experiment
 from megascale_jax.data.pipeline import Prepared, TrainIterator, held_out_batches
 from megascale_jax.model.flops import count_parameters, flops_per_token
@@ -30,9 +30,11 @@ from megascale_jax.observe.throughput import Throughput
 from megascale_jax.parallel.plan import VOTE_PARTITION, Plan, make_plan
 from megascale_jax.train.folder import RunFolder
 from megascale_jax.train.peak import peak_flops
-from megascale_jax.train.saved import abstract_saved, restored_state, to_saved
+from megascale_jax.train.saved import named_arrays, named_state
 from megascale_jax.train.state import TrainState, initial_state
 from megascale_jax.train.step import make_steps, place_batch
+
+_TIERS = {"local": " (memory of this host)", "peer": " (memory of another host)", "durable": ""}
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,8 @@ class Trainer:
         self.throughput = Throughput(experiment.tokens_per_step, flops_per_token(experiment.model, "full"), self.peak)
         self.is_first = jax.process_index() == 0
         self.skipped = 0
+        self.tier = "durable"
         self.commit = source_commit()
-        self._to_saved = jax.jit(lambda state: to_saved(self.plan, state))
         if self.is_first:
             if fresh:
                 folder.clear()
@@ -70,14 +72,15 @@ class Trainer:
         _wait_for_all("run folder")
         self.metrics: MetricsWriter | None = None
         self.progress: TrainingProgress | None = None
-        self.store = CheckpointStore(folder.checkpoints, keep=experiment.train.checkpoint.keep, on_error=self._say)
+        identity = folder.identity() if self.is_first else ""
+        self.store = CheckpointStore(folder.checkpoints, identity, self.plan, experiment.train.checkpoint, self._say)
 
     def run(self, stop: Any) -> Outcome:
         """Train from the newest checkpoint, or from the start, until done or until any rank's ``stop.asked``."""
         train = self.experiment.train
         with (
             self.folder.locked() if self.is_first else nullcontext(),
-            closing(self.store),  # an error in the loop must not lose the save in flight
+            self.store,  # an error in the loop must not lose the save in flight
             TrainIterator(self.prepared, seed=train.seed, shuffle=train.data.shuffle, **self._batch_layout) as batches,
         ):
             resumed_from, state = self._begin(batches)
@@ -89,7 +92,7 @@ class Trainer:
                 _collected_by_hand(),
             ):
                 if resumed_from is not None:
-                    self._say(f"resumed from step {resumed_from} of {self.folder.path}")
+                    self._say(f"resumed from step {resumed_from} of {self.folder.path}{_TIERS[self.tier]}")
                     self._event(resumed_from, EVENT_RESUME)
                 step, state = self._loop(state, resumed_from or 0, batches, stop)
                 self.store.wait()
@@ -97,7 +100,7 @@ class Trainer:
                 if step >= train.steps:
                     self.progress.update(step, note="evaluating on the held-out split")
                     summary = self._summarize(step, self.held_out_loss(state, train.evaluation.final_batches), resumed_from)
-        return Outcome(step, summary, self.store.latest())
+        return Outcome(step, summary, self.folder.latest() if self.is_first else None)
 
     def held_out_loss(self, state: TrainState, batches: int | None) -> float:
         """Mean negative log-likelihood over the held-out split, or its first global batches, nats per token."""
@@ -117,12 +120,13 @@ class Trainer:
         }
 
     def _begin(self, batches: TrainIterator) -> tuple[int | None, TrainState]:
-        latest = self.store.latest()
-        if latest is None:
+        restored = self.store.restore()
+        if restored is None:
+            self.store.prepare()
             return None, initial_state(self.plan, self.steps.optimizer, self.experiment.train.seed)
-        batches.restore(read_description(self.folder.checkpoints, latest)["data"])
-        saved = self.store.restore(latest, abstract_saved(self.plan))
-        return latest, restored_state(self.plan, self.steps.optimizer, saved)
+        batches.restore(restored.description["data"])
+        self.tier = restored.tier
+        return restored.step, named_state(self.plan, self.steps.optimizer, restored.arrays)
 
     def _loop(self, state: TrainState, first: int, batches: TrainIterator, stop: Any) -> tuple[int, TrainState]:
         train = self.experiment.train
@@ -200,7 +204,7 @@ class Trainer:
             "commit": self.commit,
             "versions": library_versions(),
         }
-        self.store.save(step, self._to_saved(state), description)
+        self.store.save(step, named_arrays(state), description)
         if self.store.errors > failed:
             self._event(step, "checkpoint_error")
 

@@ -12,14 +12,14 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from megascale_jax import axes
-from megascale_jax.checkpoint.store import CheckpointStore, read_description
+from megascale_jax.checkpoint.storage import Storage
+from megascale_jax.checkpoint.two_stage import load_arrays
 from megascale_jax.config.schema import Experiment, ParallelConfig
 from megascale_jax.data.tokenizer import load_tokenizer
 from megascale_jax.errors import RunFolderError, UsageError
 from megascale_jax.model.branch import Rows
 from megascale_jax.parallel.plan import Plan, make_plan
 from megascale_jax.train.folder import RunFolder
-from megascale_jax.train.saved import abstract_saved
 
 _ROW = PartitionSpec(None, None)
 
@@ -35,14 +35,13 @@ def sample(folder: RunFolder, prompt: str, *, num_tokens: int, temperature: floa
     experiment, latest = folder.experiment(), folder.latest()
     if latest is None:
         raise RunFolderError(f"{folder.path} has no complete checkpoint yet; train until the first one is written")
-    tokenizer = load_tokenizer(read_description(folder.checkpoints, latest)["tokenizer"], folder.path)
+    tokenizer = load_tokenizer(folder.description(latest)["tokenizer"], folder.path)
     ids = [int(i) for i in tokenizer.encode(prompt)]
     if not ids:
         raise UsageError("the prompt is empty; give at least one character")
     plan = make_plan(_on_one_device(experiment), jax.local_devices()[:1])
-    store = CheckpointStore(folder.checkpoints, keep=None)
-    params = jax.jit(plan.from_logical)(store.restore(latest, abstract_saved(plan, params_only=True))["params"])
-    store.close()
+    named = load_arrays(Storage(folder.checkpoints), latest, plan, [f"params.{name}" for name in plan.zero.specs])
+    params = {name.removeprefix("params."): value for name, value in named.items()}
     next_logits = _next_logits(plan)
     key, length = jax.random.key(seed), experiment.model.sequence_length
     for step in range(num_tokens):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megascale_jax.config.schema import OptimizerConfig
-from megascale_jax.train.saved import to_saved
+from megascale_jax.train.saved import named_arrays
 from megascale_jax.train.state import TrainState, initial_state
 from megascale_jax.train.step import make_steps, place_batch
 from tests.build import experiment, logical, perturbed, plan_of, random_batch
@@ -93,10 +93,10 @@ def test_all_ranks_skip_when_one_rank_has_an_infinite_gradient(rank):
     batch = place_batch(plan, random_batch(config, valid=(-1, -1, -1, -1)))
     votes = np.zeros(8, np.int32)
     state, _ = healthy.train(state, batch, votes)
-    before = jax.tree.map(np.array, jax.jit(lambda s: to_saved(plan, s))(state))
+    before = jax.tree.map(np.array, named_arrays(state))
     poisoned = make_steps(config, replace(plan, executor=PoisonedExecutor(plan.executor, rank)))
     state, metrics = poisoned.train(state, batch, votes)
-    after = jax.tree.map(np.array, jax.jit(lambda s: to_saved(plan, s))(state))
+    after = jax.tree.map(np.array, named_arrays(state))
     assert int(metrics["skipped"]) == 1 and np.isfinite(float(metrics["loss"]))
     assert int(after.pop("step")) == int(before.pop("step")) + 1
     jax.tree.map(np.testing.assert_array_equal, after, before)
@@ -118,7 +118,7 @@ def test_learning_rate_and_counters_hold_when_a_step_is_skipped():
     state, _ = steps.train(
         TrainState(state.step, dict(state.params, embedding=broken), state.optimizer, state.rng), place_batch(plan, batch), votes
     )
-    saved = jax.jit(lambda s: to_saved(plan, s))(state)
+    saved = named_arrays(state)
     assert (int(saved["step"]), int(saved["updates"])) == (1, 0)
 
 

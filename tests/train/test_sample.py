@@ -1,8 +1,11 @@
 """Greedy continuation against the float64 reference."""
 
+import jax
 import numpy as np
 import pytest
 
+from megascale_jax.checkpoint.storage import Storage
+from megascale_jax.checkpoint.two_stage import load_arrays
 from megascale_jax.errors import RunFolderError, UsageError
 from megascale_jax.train.folder import RunFolder
 from megascale_jax.train.loop import Trainer
@@ -16,10 +19,8 @@ def test_greedy_text_follows_the_reference_beyond_the_sequence_length(prepared, 
     trainer = Trainer(config, folder, prepared)
     trainer.run(StopAt())
     text = sample(folder, "def x", num_tokens=20, temperature=0)
-    from megascale_jax.checkpoint.store import CheckpointStore
-    from megascale_jax.train.saved import abstract_saved
-
-    params = CheckpointStore(folder.checkpoints, keep=None).restore(6, abstract_saved(trainer.plan, params_only=True))["params"]
+    named = load_arrays(Storage(folder.checkpoints), 6, trainer.plan)
+    params = jax.jit(trainer.plan.to_logical)({name: named[f"params.{name}"] for name in trainer.plan.zero.specs})
     params = {name: np.asarray(value) for name, value in params.items()}
     ids, length = list(b"def x"), config.model.sequence_length
     with x64():

@@ -1,0 +1,50 @@
+"""What a keeper holds, and what it is asked: the values that its threads pass to each other."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megascale_jax.checkpoint.slot import Slot, SlotIndex
+from megascale_jax.checkpoint.stage_two import Target
+
+
+@dataclass
+class Held:
+    """A slot in the keeper's hands. ``sums`` are there once the content is verified; ``busy`` while stage 2 reads it."""
+
+    slot: Slot
+    index: SlotIndex | None = None
+    sums: list[int] | None = None
+    busy: bool = False
+
+
+@dataclass
+class Rank:
+    """What the keeper knows of one local rank."""
+
+    slots: dict[int, Held] = field(default_factory=dict)
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    connections: int = 0
+    released: bool = False
+
+
+@dataclass
+class Request:
+    """What rank ``number`` asks, with descriptors it sent and those that go back."""
+
+    number: int
+    rank: Rank
+    message: dict[str, Any]
+    descriptors: list[int]
+    reply_descriptors: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A filled slot to be carried on."""
+
+    rank: int
+    number: int
+    held: Held
+    index: SlotIndex
+    target: Target | None
+    """``None``: the state stays in memory only."""

@@ -1,0 +1,161 @@
+"""The fast tier as one rank sees it: its slots, its keeper, and what other hosts keep of it."""
+
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from megascale_jax.checkpoint.keeper_client import KeeperClient
+from megascale_jax.checkpoint.slot import SLOTS, Slot, SlotIndex, SlotReader
+from megascale_jax.checkpoint.stage_one import SlotLayout
+from megascale_jax.checkpoint.stage_two import Target
+from megascale_jax.checkpoint.tiers import LOCAL, MemoryState, Report, peer_of
+from megascale_jax.comm.agree import all_gather_json
+from megascale_jax.comm.init import Processes
+from megascale_jax.errors import CheckpointError
+
+
+@dataclass
+class _Content:
+    index: SlotIndex
+    sums: list[int]
+
+
+class HostMemory:
+    """Two slots of one rank. Methods raise ConnectionError when the keeper is gone, OSError when it refuses."""
+
+    def __init__(self, folder: Path, layout: SlotLayout, fingerprint: str, secret: str, limit_s: float):
+        """Meet the keeper and all other ranks. Raises CheckpointError when no keeper can be started."""
+        self._folder, self._layout, self._fingerprint, self._secret, self._limit_s = folder, layout, fingerprint, secret, limit_s
+        self._rank = jax.process_index()
+        self._keeper = KeeperClient(folder, self._rank)
+        self._slots: dict[int, Slot] = {}
+        self._contents: dict[int, _Content] = {}
+        self._next = 0
+        self._last: dict[str, Any] | None = None
+        self.reports = self._meet()
+
+    @property
+    def keeper_pid(self) -> int:
+        """Process of this host's keeper."""
+        return self._keeper.pid
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts of the run, told apart by their keepers."""
+        return len({report.keeper for report in self.reports})
+
+    def prepare(self) -> None:
+        """Have both slots in memory before the first save wants them. Raises OSError when there is too little memory."""
+        for number in range(SLOTS):
+            slot = self._slots.get(number)
+            if slot is None or slot.num_bytes != self._layout.num_bytes:
+                if slot is not None:
+                    slot.close()
+                self._contents.pop(number, None)
+                self._slots[number] = Slot(self._layout.num_bytes, prefault=True)
+                self._keeper.give_slot(number, self._slots[number])
+
+    def fill(self, state: Mapping[str, jax.Array], index: SlotIndex, target: Target | None) -> None:
+        """Copy a state into the older slot and hand it to stage 2; waits until stage 2 has left that slot."""
+        self.prepare()
+        number = self._next
+        self._keeper.ask("acquire", slot=number, limit_s=self._limit_s)
+        self._contents.pop(number, None)
+        self._layout.copy(state, self._slots[number])
+        self._last = {"slot": number, "index": index.to_json(), "target": asdict(target) if target is not None else None}
+        self._next = (number + 1) % SLOTS
+        self._keeper.ask("filled", **self._last)
+
+    def replace_keeper(self) -> None:
+        """Start another keeper in place of one that died, give it the slots, and let it finish what the old one had in hand."""
+        self._keeper.close()
+        self._keeper = KeeperClient(self._folder, self._rank)
+        for number, slot in self._slots.items():
+            self._keeper.give_slot(number, slot)
+        if self._last is not None:
+            self._keeper.ask("filled", **self._last)
+
+    def load(self, state: MemoryState) -> SlotReader:
+        """This rank's part of a state, from where it is. Raises CheckpointError when it cannot be had."""
+        place = state.places[self._rank]
+        if place == LOCAL:
+            number = next(
+                n for n, content in self._contents.items() if (content.index.step, content.index.launch) == (state.step, state.launch)
+            )
+            tier = "this host's"
+        else:
+            number, tier = self._next, "another host's"
+            try:
+                self._fetch(number, place, state.step)
+            except OSError as error:
+                raise CheckpointError(f"the copy of step {state.step} cannot be fetched from {place[0]}:{place[1]}: {error}") from error
+        content = self._contents[number]
+        self._next = (number + 1) % SLOTS
+        return SlotReader(self._slots[number], content.index, content.sums, tier)
+
+    def finish(self, limit_s: float) -> dict[str, Any]:
+        """Until stage 2 has nothing left to do; the keeper's status."""
+        return self._keeper.ask("wait", limit_s=limit_s)
+
+    def status(self) -> dict[str, Any]:
+        """Newest published checkpoint, and failures that were not told yet."""
+        return self._keeper.ask("status")
+
+    def close(self, *, is_over: bool) -> None:
+        """Leave; with ``is_over`` the keeper may forget the slots. Never raises."""
+        try:
+            if is_over:
+                self._keeper.ask("release")
+        except OSError:
+            pass  # a keeper that is gone has forgotten them
+        self._keeper.close()
+        for slot in self._slots.values():
+            slot.close()
+        self._slots = {}
+
+    def _meet(self) -> list[Report]:
+        """What every rank found; afterwards each keeper knows where its copies go."""
+        keepers = all_gather_json(self._keeper.identity["keeper"])
+        copies: list[Any] = []
+        answer, descriptors = self._keeper.ask_for_slots("held")
+        for held, descriptor in zip(answer["slots"], descriptors, strict=True):
+            self._slots[held["slot"]] = Slot(held["num_bytes"], descriptor)
+            if held["index"] is not None and held["sums"] is not None:
+                content = _Content(SlotIndex.from_json(held["index"]), held["sums"])
+                if content.index.fingerprint == self._fingerprint:
+                    self._contents[held["slot"]] = content
+        port = 0
+        if len(set(keepers)) > 1:
+            port = self._keeper.ask("peers", secret=self._secret)["port"]
+            copies = [(copy["rank"], copy["step"], copy["launch"], copy["fingerprint"]) for copy in answer["copies"]]
+        own = [(content.index.step, content.index.launch, number) for number, content in self._contents.items()]
+        report = Report(self._fingerprint, self._keeper.identity["keeper"], (_own_address(), port), own, copies)
+        reports = [Report.from_json(document) for document in all_gather_json(asdict(report))]
+        if (peer := peer_of(self._rank, reports)) is not None:
+            self._keeper.ask("peers", secret=self._secret, peer=peer)
+        return reports
+
+    def _fetch(self, number: int, place: str | tuple[str, int], step: int) -> None:
+        host, port = place
+        answer, descriptors = self._keeper.ask_for_slots(
+            "fetch", slot=number, host=host, port=port, secret=self._secret, rank=self._rank, step=step
+        )
+        if (old := self._slots.get(number)) is not None:
+            old.close()
+        self._slots[number] = Slot(answer["num_bytes"], descriptors[0])
+        self._contents[number] = _Content(SlotIndex.from_json(answer["index"]), answer["sums"])
+
+
+def _own_address() -> str:
+    """The address of this host from which the coordinator is reached; the loopback when there is none."""
+    coordinator = Processes.from_environment().coordinator
+    if coordinator is None:
+        return "127.0.0.1"
+    host, _, port = coordinator.rpartition(":")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host.strip("[]"), int(port)))
+        return probe.getsockname()[0]

@@ -1,0 +1,124 @@
+"""Stage 2: from a slot in memory to a published checkpoint, behind the back of the training. No JAX.
+
+Every rank's keeper writes the rank's part and reports it on the storage itself, so agreement needs no connection between hosts
+and no living trainer. The keeper of rank 0 waits for all reports, joins the parts, and publishes by one small key. Until
+then the checkpoint does not exist; whatever dies before leaves the older ones as they are. A part that cannot be written is
+reported too, so that nobody waits for it.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from megascale_jax.checkpoint.arrays import merge, rank_folder, write_blocks
+from megascale_jax.checkpoint.manifest import DAMAGED, DELETIONS, MANIFEST, Manifest, Part
+from megascale_jax.checkpoint.retention import Deletion, Retention, apply, delete, record
+from megascale_jax.checkpoint.slot import Slot, SlotIndex, owned_blocks
+from megascale_jax.checkpoint.storage import Storage
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where checkpoints go, and how."""
+
+    url: str
+    ranks: int
+    compression: str
+    retention: Retention
+    publish_limit_s: float
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> "Target":
+        """The inverse of `dataclasses.asdict`."""
+        fields: dict[str, Any] = {**document, "retention": Retention(**document["retention"])}
+        return cls(**fields)
+
+
+def write_part(storage: Storage, target: Target, slot: Slot, index: SlotIndex) -> Part:
+    """Write what a rank owns of a step, then its report. Raises OSError; the failure is reported to rank 0 first, if that can be done."""
+    data = f"{index.step}/{index.launch}"
+    folder = rank_folder(data, index.rank)
+    try:
+        storage.delete_folder(folder)  # of a keeper that died in the middle
+        number, size = write_blocks(storage, folder, index.arrays, owned_blocks(slot, index), target.compression)
+        part = Part(index.rank, number, size)
+        storage.write(_report(data, index.rank), part.to_bytes())
+        return part
+    except OSError as error:
+        with suppress(OSError):  # rank 0 then runs into its limit
+            storage.write(_report(data, index.rank), Part(index.rank, error=str(error)).to_bytes())
+        raise
+
+
+def publish(storage: Storage, target: Target, index: SlotIndex, is_outdated: Callable[[], bool] = lambda: False) -> Manifest:
+    """Wait for all parts of a step, join them, and publish. Raises OSError when it cannot be.
+
+    ``is_outdated``: whether the run was started again meanwhile, so that the missing parts will not come.
+    """
+    data = f"{index.step}/{index.launch}"
+    parts = _wait_for_parts(storage, target, data, is_outdated)
+    merge(storage, data, index.arrays, target.ranks, target.compression)
+    storage.sync(data)
+    manifest = Manifest(
+        step=index.step,
+        launch=index.launch,
+        arrays=index.arrays,
+        ranks=target.ranks,
+        num_bytes=sum(part.num_bytes for part in parts),
+        compression=target.compression,
+        created_unix_s=time.time(),
+        description=index.description,
+    )
+    storage.write(f"{index.step}/{MANIFEST}", manifest.to_bytes())
+    storage.delete(f"{index.step}/{DAMAGED}")  # the mark of an earlier launch's, which this one replaces
+    storage.sync(str(index.step))
+    return manifest
+
+
+def discard(storage: Storage, index: SlotIndex, reason: str) -> None:
+    """Remove what was written of a step that will not be published: on a full disk it would be in the way. Never raises."""
+    data = f"{index.step}/{index.launch}"
+    for folder in (data, f"{data}.parts"):
+        with suppress(OSError):
+            storage.delete_folder(folder)
+    with suppress(OSError):
+        storage.append(DELETIONS, record(Deletion(data, f"not published: {reason}"), by="publication"))
+
+
+def _wait_for_parts(storage: Storage, target: Target, data: str, is_outdated: Callable[[], bool]) -> list[Part]:
+    limit, pause = time.monotonic() + target.publish_limit_s, _FIRST_PAUSE_S
+    parts: dict[int, Part] = {}
+    while True:
+        for key in storage.names(f"{data}.parts/"):
+            rank = int(key.rpartition("/")[2].partition(".")[0])
+            if rank not in parts and (content := storage.read(key)) is not None:
+                parts[rank] = Part.from_bytes(content)
+        failed = [part for part in parts.values() if part.error is not None]
+        if failed:
+            raise OSError(f"rank {failed[0].rank}: {failed[0].error}")
+        if len(parts) == target.ranks:
+            return [parts[rank] for rank in sorted(parts)]
+        if is_outdated():
+            raise OSError("the run was started again before all ranks had written their parts")
+        if time.monotonic() > limit:
+            missing = [rank for rank in range(target.ranks) if rank not in parts]
+            raise OSError(f"no report of rank {missing[:5]} ({len(missing)} of {target.ranks}) within {target.publish_limit_s:.0f} s")
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+def tidy(storage: Storage, target: Target, manifest: Manifest) -> None:
+    """Once published: remove the reports, what earlier starts left of the same step, and what retention lets go. Raises OSError."""
+    storage.delete_folder(f"{manifest.data}.parts")
+    inside = {key.split("/")[1] for key in storage.names(f"{manifest.step}/")}
+    for name in inside - {manifest.launch, MANIFEST}:
+        delete(storage, Deletion(f"{manifest.step}/{name}", "left by an earlier start of the run"), by=f"publication of {manifest.data}")
+    apply(storage, target.retention, by=f"retention at step {manifest.step}")
+
+
+def _report(data: str, rank: int) -> str:
+    return f"{data}.parts/{rank}.json"

@@ -1,0 +1,132 @@
+"""Where checkpoints lie: a local folder, ``gs://`` or ``s3://``, through TensorStore's key-value stores.
+
+Keys are paths below the storage's root. A key is written whole or not at all, on every kind of storage; nothing here renames
+folders, so a checkpoint is published by one small key that is written last. Every wait has a limit. What fails raises
+OSError (`StorageError` for what TensorStore says), so a full disk and a lost network look alike to callers.
+"""
+
+import os
+import shutil
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import tensorstore as ts
+
+WAIT_S = 600
+"""Longest wait for one operation; a store that is silent for so long has failed."""
+REMOTE = ("gs://", "s3://", "http://", "https://")
+
+
+class StorageError(OSError):
+    """The storage refused, lost or damaged something."""
+
+
+class Storage:
+    """Keys below one root."""
+
+    def __init__(self, url: str | Path):
+        """``url``: a local path, or ``gs://bucket/path``, ``s3://bucket/path``; ``http(s)://`` for reading only."""
+        self.url = str(url)
+        self.folder = None if self.url.startswith(REMOTE) else Path(self.url).absolute()
+        self._context = ts.Context()
+        base = self.url.rstrip("/") + "/" if self.folder is None else {"driver": "file", "path": f"{self.folder}/"}
+        self._base = ts.KvStore.Spec(base)
+        self._store = wait(ts.KvStore.open(self._base, context=self._context))
+
+    def read(self, key: str) -> bytes | None:
+        """A key's value, ``None`` when it is not there."""
+        result = wait(self._store.read(key))
+        return None if result.state == "missing" else result.value
+
+    def has(self, key: str) -> bool:
+        """Whether there is such a key."""
+        if self.folder is not None:
+            return (self.folder / key).is_file()
+        return self.read(key) is not None
+
+    def write(self, key: str, value: bytes) -> None:
+        """Make ``value`` the key's value in one step; on the disk when this returns."""
+        wait(self._store.write(key, value))
+
+    def append(self, key: str, line: str) -> None:
+        """Add a line to a text that one process at a time writes."""
+        if self.folder is None:
+            self.write(key, (self.read(key) or b"") + line.encode() + b"\n")
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / key).open("a") as stream:
+            stream.write(line + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Keys that begin with ``prefix``, which is a folder's name with a slash, or nothing."""
+        if self.folder is not None and not (self.folder / prefix).is_dir():
+            return []
+        upper = prefix[:-1] + "0" if prefix else ""  # "0" follows "/"
+        return sorted(key.decode() for key in wait(self._store.list(ts.KvStore.KeyRange(prefix, upper))))
+
+    def folders(self) -> list[str]:
+        """Names of the folders right below the root."""
+        if self.folder is None:
+            return sorted({key.partition("/")[0] for key in self.names() if "/" in key})
+        return sorted(entry.name for entry in os.scandir(self.folder) if entry.is_dir()) if self.folder.is_dir() else []
+
+    def delete(self, key: str) -> None:
+        """Remove a key, if it is there."""
+        wait(self._store.write(key, None))
+
+    def delete_folder(self, name: str) -> None:
+        """Remove a folder and all below it, if it is there."""
+        if self.folder is not None:
+            if (self.folder / name).is_dir():
+                shutil.rmtree(self.folder / name)
+            if "/" in name:
+                with suppress(OSError):  # an empty folder above it goes too
+                    (self.folder / name).parent.rmdir()
+        else:
+            wait(self._store.delete_range(ts.KvStore.KeyRange(f"{name}/", f"{name}0")))
+
+    def sync(self, prefix: str) -> None:
+        """Have a local folder's names on the disk too: after a power loss a published checkpoint still is one."""
+        if self.folder is None:
+            return
+        for path in (self.folder / prefix, *(self.folder / prefix).parents):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            if path == self.folder:
+                break
+
+    def database(self, path: str, **options: Any) -> ts.KvStore:
+        """The OCDBT database in a folder below the root, made when it is not there and written to."""
+        base = self._base.to_json()
+        base["path"] = f"{base.get('path', '')}{path}/"
+        spec = {"driver": "ocdbt", "base": base, "assume_config": True, **options}
+        return wait(ts.KvStore.open(spec, context=self._context))
+
+
+def wait(future: Any, limit_s: float = WAIT_S) -> Any:
+    """The result of a TensorStore future. Raises StorageError, also when it takes longer than ``limit_s``."""
+    try:
+        return future.result(timeout=limit_s)
+    except TimeoutError as error:
+        raise StorageError(f"no answer within {limit_s:.0f} s") from error
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        raise StorageError(first_line(error)) from error
+
+
+def wait_all(futures: Iterable[Any]) -> None:
+    """`wait` for each."""
+    for future in list(futures):
+        wait(future)
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong, without the library's dump of its own settings."""
+    text = next(iter(str(error).strip().splitlines()), "").partition(" [tensorstore_spec")[0].partition(" [source locations")[0]
+    return text or type(error).__name__

@@ -1,0 +1,60 @@
+"""States whose every element is known in logical order, made on the host for any plan."""
+
+import jax
+import numpy as np
+
+from megascale_jax.checkpoint.grid import KINDS
+from megascale_jax.checkpoint.restore import grid_of
+from megascale_jax.checkpoint.retention import Retention
+from megascale_jax.checkpoint.slot import Slot, SlotIndex
+from megascale_jax.checkpoint.stage_one import SlotLayout
+from megascale_jax.checkpoint.stage_two import Target, publish, tidy, write_part
+from megascale_jax.checkpoint.storage import Storage
+from tests.build import experiment, plan_of, random_parameters
+
+COUNTERS = {"step": np.int32(7), "updates": np.int32(5), "rng": np.array([3, 4_000_000_000], np.uint32)}
+
+
+def plan(pipe=1, data=1, tensor=1, virtual_stages=None, layers=None, **model):
+    """A small model on so many virtual devices."""
+    parallel = {"pipe": pipe, "data": data, "tensor": tensor, "virtual_stages": virtual_stages, "layers": layers, "micro_batch_size": 1}
+    settings = {"num_layers": 4, "window": "full"} | model
+    return plan_of(experiment(parallel=parallel, train={"global_batch_size": 12 * data}, **settings))
+
+
+def random_state(plan):
+    """Named arrays on the plan's mesh; the same logical values on every mesh."""
+    _, placed = random_parameters(plan)
+    state = {name: jax.device_put(value, plan.sharding(jax.sharding.PartitionSpec())) for name, value in COUNTERS.items()}
+    for number, kind in enumerate(KINDS, 1):
+        state |= {f"{kind}.{name}": jax.device_put(np.asarray(value) * number, value.sharding) for name, value in placed.items()}
+    return state
+
+
+def check_state(plan, arrays):
+    """The arrays are `random_state`, bit for bit, pads included."""
+    expected = random_state(plan)
+    assert arrays.keys() == expected.keys()
+    for name, value in expected.items():
+        assert arrays[name].sharding == value.sharding
+        np.testing.assert_array_equal(np.asarray(arrays[name]), np.asarray(value), err_msg=name)
+
+
+def filled_slot(plan, step=7, launch="launch", description=None):
+    """A state in a slot, with what the slot says of itself."""
+    grid = grid_of(plan)
+    layout = SlotLayout(plan, grid)
+    slot = Slot(layout.num_bytes)
+    layout.copy(random_state(plan), slot)
+    return slot, SlotIndex(step, launch, 0, grid.stored, layout.blocks, "mark", description or {"note": f"step {step}"})
+
+
+def published(folder, plan, step=7, launch="launch", compression="none", keep=2):
+    """A checkpoint of `random_state` in a folder, as a keeper of one rank makes it."""
+    slot, index = filled_slot(plan, step, launch)
+    storage = Storage(folder)
+    target = Target(str(folder), 1, compression, Retention(keep), publish_limit_s=10)
+    write_part(storage, target, slot, index)
+    manifest = publish(storage, target, index)
+    tidy(storage, target, manifest)
+    return manifest

@@ -1,0 +1,88 @@
+"""Which checkpoints go: by count, age and every-k; never the newest good one (KempnerForge #102); each with its reason on record."""
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascale_jax.checkpoint.manifest import Found, Manifest, mark_damaged, published_steps
+from megascale_jax.checkpoint.retention import Retention, apply, decide
+from megascale_jax.checkpoint.storage import Storage
+from tests.checkpoint.states import plan, published
+
+HOUR = 3600.0
+
+
+def found(*steps, hours=None):
+    """Published checkpoints; ``hours``: their ages."""
+    ages = hours or [0.0] * len(steps)
+    return [Found(step, Manifest(step, "x", {}, 1, 0, "none", -age * HOUR, {})) for step, age in zip(steps, ages, strict=True)]
+
+
+def gone(checkpoints, policy, folders=()):
+    folders = [*(str(item.step) for item in checkpoints), *folders]
+    return [deletion.folder for deletion in decide(checkpoints, folders, policy, now_unix_s=0.0)]
+
+
+def test_count():
+    assert gone(found(1, 2, 3, 10), Retention(keep=2)) == ["1", "2"]
+
+
+def test_multiples_stay_for_ever():
+    assert gone(found(5, 6, 10, 11, 12), Retention(keep=1, keep_every=5)) == ["6", "11"]
+
+
+def test_young_ones_stay():
+    assert gone(found(1, 2, 3, hours=[30, 20, 1]), Retention(keep=1, keep_hours=24)) == ["1"]
+
+
+def test_clock_that_went_back_deletes_nothing_more():
+    assert gone(found(1, 2, 3, hours=[-100, -50, -1]), Retention(keep=1, keep_hours=24)) == []
+
+
+def test_unfinished_and_damaged_ones_go_once_they_are_behind():
+    checkpoints = [*found(4, 8), Found(6, None, "cannot be read")]
+    assert gone(checkpoints, Retention(keep=2), folders=["2", "5", "9", "notes"]) == ["2"]
+    assert gone(checkpoints, Retention(keep=1), folders=["5", "9"]) == ["4", "5"]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 100), st.floats(-10, 100), st.booleans()), unique_by=lambda item: item[0]),
+    st.integers(1, 4),
+    st.none() | st.integers(1, 7),
+    st.none() | st.floats(0.1, 50),
+)
+def test_newest_good_ones_never_go_and_reasons_are_given(items, keep, every, hours):
+    checkpoints = [Found(s, Manifest(s, "x", {}, 1, 0, "none", -age * HOUR, {}) if good else None) for s, age, good in items]
+    deletions = decide(checkpoints, [str(step) for step, _, _ in items], Retention(keep, every, hours), 0.0)
+    good = sorted(item.step for item in checkpoints if item.manifest is not None)
+    removed = {int(deletion.folder) for deletion in deletions}
+    assert not removed & set(good[-keep:])
+    assert not removed & {item.step for item in checkpoints if item.manifest is None}, "unreadable today is not damaged"
+    assert all(deletion.reason for deletion in deletions)
+    assert len(removed) == len(deletions)
+
+
+def test_deletions_are_on_record_and_the_damaged_one_is_not_counted(tmp_path):
+    here, storage = plan(data=2), Storage(tmp_path)
+    for step in (1, 2, 3):
+        published(tmp_path, here, step, keep=9)
+    mark_damaged(storage, 3, "a flipped byte")
+    assert published_steps(tmp_path) == [1, 2]
+    assert apply(storage, Retention(keep=2), by="a test") == []
+    published(tmp_path, here, 4, keep=9)
+    apply(storage, Retention(keep=1), by="a test")
+    assert published_steps(tmp_path) == [4]
+    lines = [json.loads(line) for line in (tmp_path / "deletions.jsonl").read_text().splitlines()]
+    assert [(line["folder"], line["by"]) for line in lines] == [("1", "a test"), ("2", "a test"), ("3", "a test")]
+    assert lines[0]["reason"] == "not among the newest 1"
+    assert "damaged or never completed" in lines[2]["reason"]
+
+
+def test_what_an_earlier_start_left_of_a_step_goes_when_it_is_published(tmp_path):
+    here = plan(data=2)
+    published(tmp_path, here, 7, launch="first")
+    mark_damaged(Storage(tmp_path), 7, "a flipped byte")
+    published(tmp_path, here, 7, launch="second")
+    assert sorted(path.name for path in (tmp_path / "7").iterdir()) == ["manifest.json", "second"]
+    assert published_steps(tmp_path) == [7]
