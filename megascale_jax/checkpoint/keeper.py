@@ -35,6 +35,8 @@ from megascale_jax.checkpoint.storage import Storage
 
 IDLE_S = 600.0
 ANSWER_S = 60.0
+HANDOVER_S = 10.0
+"""How long a keeper that starts waits for one that ends."""
 SOCKET, ALIVE = "keeper.sock", "keeper.lock"
 _POLL_S = 0.2
 
@@ -60,7 +62,7 @@ class Keeper:
         """Answer the ranks of this host. Raises Timeout when another keeper does already."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = self.folder / SOCKET
-        with FileLock(self.folder / ALIVE, timeout=0), contextlib.ExitStack() as stack:
+        with FileLock(self.folder / ALIVE, timeout=HANDOVER_S), contextlib.ExitStack() as stack:
             path.unlink(missing_ok=True)
             server = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             server.bind(str(path))
@@ -200,7 +202,10 @@ class Keeper:
     def _release(self, request: Request) -> dict[str, Any]:
         """The run is over: nobody will come for the rank's slots."""
         with self.changed:
-            request.rank.released = True
+            self._until(lambda: not any(held.busy for held in request.rank.slots.values()), request.message["limit_s"])
+            for held in request.rank.slots.values():
+                held.slot.close()
+            request.rank.slots, request.rank.released = {}, True
             self.changed.notify_all()
         return {}
 

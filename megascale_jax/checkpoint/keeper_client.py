@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from megascale_jax.checkpoint.slot import Slot
 from megascale_jax.errors import CheckpointError
 
 START_S = 60.0
+AGAIN_S = 20.0
+"""Longest that a start of Python may take; then another is tried."""
 ANSWER_S = 60.0
 FOLDER_VARIABLE, IDLE_VARIABLE = "MEGASCALE_KEEPER", "MEGASCALE_KEEPER_IDLE_S"
 _POLL_S = 0.02
@@ -69,8 +72,7 @@ class KeeperClient:
         """Connect, starting a keeper if none answers. Raises CheckpointError when that does not succeed within `START_S`."""
         _make_private(folder)
         self._lock = threading.Lock()
-        self._channel = _connect(folder)
-        self.identity = self._channel.ask({"op": "hello", "rank": rank})
+        self._channel, self.identity = _meet(folder, rank)
 
     @property
     def pid(self) -> int:
@@ -102,23 +104,29 @@ class KeeperClient:
         self._channel.close()
 
 
-def _connect(folder: Path) -> Channel:
-    path, limit = str(folder / SOCKET), time.monotonic() + START_S
-    try:
-        return connect_unix(path, ANSWER_S)
-    except ConnectionError:
-        pass
+def _meet(folder: Path, rank: int) -> tuple[Channel, dict[str, Any]]:
+    """A channel to a keeper that has answered, and its answer; one that is just ending counts as none."""
+    with suppress(ConnectionError):
+        return _greet(folder, rank)
+    limit = time.monotonic() + START_S
     with FileLock(folder / "start.lock", timeout=START_S):  # one of the ranks of a host starts it
-        started = False
+        started = -START_S
         while True:
             try:
-                return connect_unix(path, ANSWER_S)
+                return _greet(folder, rank)
             except ConnectionError as error:
                 if time.monotonic() > limit:
-                    raise CheckpointError(
-                        f"the keeper in {folder} does not answer within {START_S:.0f} s; see {folder / 'keeper.log'}"
-                    ) from error
-            if not started:
+                    raise CheckpointError(f"no keeper answers in {folder} within {START_S:.0f} s; see its keeper.log") from error
+            if time.monotonic() > started + AGAIN_S:
                 start_keeper(folder)
-                started = True
+                started = time.monotonic()
             time.sleep(_POLL_S)
+
+
+def _greet(folder: Path, rank: int) -> tuple[Channel, dict[str, Any]]:
+    channel = connect_unix(str(folder / SOCKET), ANSWER_S)
+    try:
+        return channel, channel.ask({"op": "hello", "rank": rank})
+    except ConnectionError:
+        channel.close()
+        raise

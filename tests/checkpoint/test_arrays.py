@@ -1,5 +1,7 @@
 """What lies on storage: readable by Orbax, every flipped byte found, nothing missing taken for zeros."""
 
+import zlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,13 +17,14 @@ from tests.checkpoint.states import plan, published, random_state
 
 
 def read_everything(folder, step=7):
+    """Number of all values' bytes, in order."""
     storage = Storage(folder)
     manifest = read_manifest(storage, step)
-    reader = BlockReader(storage, manifest)
+    reader, values = BlockReader(storage, manifest), zlib.crc32(b"")
     for name, array in manifest.arrays.items():
         for index in array.indices():
-            reader.read(name, index)
-    return reader.bytes_read
+            values = zlib.crc32(reader.read(name, index).tobytes(), values)
+    return values
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
@@ -45,7 +48,7 @@ def test_orbax_reads_the_arrays(compression, tmp_path):
 def test_every_flipped_byte_is_found_or_harmless(tmp_path):
     """Each file of the checkpoint, at several places: reading gives the written values or says that it is damaged.
 
-    Harmless is what reading never touches: Orbax's table of leaves, and each rank's own roots, which the merged tree replaces.
+    Reading never touches Orbax's table of leaves, nor the roots of each rank's own tree, which the merged tree replaces.
     """
     published(tmp_path, plan(data=2, tensor=2))
     whole, harmless = read_everything(tmp_path), set()
@@ -55,13 +58,14 @@ def test_every_flipped_byte_is_found_or_harmless(tmp_path):
         for place in places:
             file.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
             try:
-                assert read_everything(tmp_path) == whole
+                assert read_everything(tmp_path) == whole, file
             except DamagedCheckpointError:
                 found += 1
         file.write_bytes(content)
-        if found < len(places):
+        if not found:
             harmless.add(file.relative_to(tmp_path / "7/launch").as_posix())
-    assert harmless == {"_METADATA", "ocdbt.process_0/manifest.ocdbt"}
+    # besides, a file of a rank may hold nothing but nodes that later ones replaced
+    assert {name for name in harmless if "/d/" not in name} == {"_METADATA", "ocdbt.process_0/manifest.ocdbt"}
 
 
 @pytest.mark.parametrize("how", ["truncated", "missing", "empty"])
