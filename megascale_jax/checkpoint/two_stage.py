@@ -48,12 +48,16 @@ WATCH_S = 1.0
 
 @dataclass(frozen=True)
 class Restored:
-    """A state on the plan's mesh, and the tier it came from: ``local``, ``peer`` or ``durable``."""
+    """A state on the plan's mesh, and the tier it came from: ``local``, ``peer`` or ``durable``.
+
+    ``bytes_read``: what this rank read from storage.
+    """
 
     step: int
     arrays: Named
     description: Mapping[str, Any]
     tier: str
+    bytes_read: int = 0
 
 
 class CheckpointStore:
@@ -193,7 +197,7 @@ class CheckpointStore:
         read = read_broadcast if self._broadcasts else read_plain
         if not self._all_can(lambda: read(shards, reader), step):
             return None
-        return Restored(step, shards.arrays(), manifest.description, "durable")
+        return Restored(step, shards.arrays(), manifest.description, "durable", reader.bytes_read)
 
     @property
     def _broadcasts(self) -> bool:

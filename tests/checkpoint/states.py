@@ -27,7 +27,9 @@ def random_state(plan):
     _, placed = random_parameters(plan)
     state = {name: jax.device_put(value, plan.sharding(jax.sharding.PartitionSpec())) for name, value in COUNTERS.items()}
     for number, kind in enumerate(KINDS, 1):
-        state |= {f"{kind}.{name}": jax.device_put(np.asarray(value) * number, value.sharding) for name, value in placed.items()}
+        for name, value in placed.items():
+            pieces = [jax.device_put(np.asarray(shard.data) * number, shard.device) for shard in value.addressable_shards]
+            state[f"{kind}.{name}"] = jax.make_array_from_single_device_arrays(value.shape, value.sharding, pieces)
     return state
 
 
@@ -37,7 +39,8 @@ def check_state(plan, arrays):
     assert arrays.keys() == expected.keys()
     for name, value in expected.items():
         assert arrays[name].sharding == value.sharding
-        np.testing.assert_array_equal(np.asarray(arrays[name]), np.asarray(value), err_msg=name)
+        for got, wanted in zip(arrays[name].addressable_shards, value.addressable_shards, strict=True):
+            np.testing.assert_array_equal(np.asarray(got.data), np.asarray(wanted.data), err_msg=name)
 
 
 def filled_slot(plan, step=7, launch="launch", description=None):
