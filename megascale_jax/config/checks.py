@@ -26,8 +26,14 @@ def check(experiment: Experiment) -> None:
         raise ConfigError(f"{title}: {problems[0]}" if len(problems) == 1 else "\n  - ".join([f"{title}:", *problems]))
 
 
-RESUMABLE = ("train.steps", "train.gc_every", "train.evaluation", "train.checkpoint", "train.logging", "train.sample_prompt")
-"""What may change between a run and its resumption; everything else decides the numbers or the shape of the state."""
+RESUMABLE = (
+    *("train.steps", "train.gc_every", "train.evaluation", "train.checkpoint", "train.logging", "train.sample_prompt"),
+    *("parallel", "system"),
+)
+"""What may change between a run and its resumption; everything else decides what is learned, or the shape of the state.
+
+Any checkpoint loads on any mesh; on another one, sums are rounded in another order.
+"""
 
 
 def difference_blocks_resume(differences: Iterable[Difference]) -> list[Difference]:

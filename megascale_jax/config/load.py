@@ -43,7 +43,7 @@ _DOTTED_KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 type Tree = dict[str, Any]
 
 
-__all__ = ["Difference", "differences", "dump_yaml", "list_experiments", "load_experiment", "read_resolved"]
+__all__ = ["Difference", "differences", "dump_yaml", "list_experiments", "load_experiment", "read_resolved", "with_overrides"]
 
 
 def load_experiment(name_or_path: str, overrides: Sequence[str] = (), *, checked: bool = True) -> Experiment:
@@ -64,6 +64,19 @@ def load_experiment(name_or_path: str, overrides: Sequence[str] = (), *, checked
     if checked:
         check(experiment)
     return experiment
+
+
+def with_overrides(experiment: Experiment, overrides: Sequence[str]) -> Experiment:
+    """A resolved experiment with some fields changed (``a.b=c``), typed and checked again. Raises ConfigError."""
+    data: Tree = experiment.model_dump(mode="json")
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not _DOTTED_KEY.fullmatch(key) or key in SECTIONS:
+            raise ConfigError(f"command line: got {override!r}, expected key=value such as parallel.data=4")
+        data = _merge(data, _assignment(key, text))
+    changed = _typed(data, f"experiment {experiment.name}")
+    check(changed)
+    return changed
 
 
 def list_experiments() -> dict[str, Path]:

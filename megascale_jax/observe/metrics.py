@@ -29,6 +29,8 @@ METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 EVENT_RESUME = "resume"
 EVENT_SKIP = "skip"
+EVENT_CHECKPOINT = "checkpoint"
+EVENT_CHECKPOINT_ERROR = "checkpoint_error"
 Kind = Literal["train", "evaluation", "event"]
 
 _RESERVED = frozenset({"step", "kind", "wall_s", "event", "non_finite"})

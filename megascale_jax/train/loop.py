@@ -10,6 +10,7 @@ checkpoint and repeats the same steps bit for bit.
 """
 
 import gc
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ from megascale_jax.checkpoint.two_stage import CheckpointStore
 from megascale_jax.config.schema import Experiment
 from megascale_jax.data.pipeline import Prepared, TrainIterator, held_out_batches
 from megascale_jax.model.flops import count_parameters, flops_per_token
-from megascale_jax.observe.metrics import EVENT_RESUME, EVENT_SKIP, MetricsWriter
-from megascale_jax.observe.progress import TrainingProgress
+from megascale_jax.observe.metrics import EVENT_CHECKPOINT, EVENT_CHECKPOINT_ERROR, EVENT_RESUME, EVENT_SKIP, MetricsWriter
+from megascale_jax.observe.progress import TrainingProgress, format_duration
 from megascale_jax.observe.provenance import library_versions, source_commit
 from megascale_jax.observe.summary import RunSummary, write_summary
 from megascale_jax.observe.throughput import Throughput
@@ -170,6 +171,7 @@ class Trainer:
             self.skipped += 1
             self._event(step, EVENT_SKIP)
             self._say(f"step {step} was skipped: loss {values['loss']}, gradient norm {values['grad_norm']}")
+        age_s, safe = self._durable(step)
         if self.metrics is not None and _is_due(step, self.experiment.train.logging.every):
             self.metrics.train(
                 step,
@@ -182,11 +184,12 @@ class Trainer:
                     "skipped": values["skipped"],
                     "tokens_per_s": self.throughput.tokens_per_s,
                     "mfu": self.throughput.mfu,
+                    "checkpoint_age_s": age_s,
                 },
             )
         assert self.progress is not None
         left = self.throughput.eta_s(self.experiment.train.steps - step)
-        self.progress.update(step, values["loss"], self.throughput.tokens_per_s, self.throughput.mfu, left)
+        self.progress.update(step, values["loss"], self.throughput.tokens_per_s, self.throughput.mfu, left, safe)
         return values["stop_votes"] > 0
 
     def _evaluate(self, step: int, state: TrainState) -> None:
@@ -196,7 +199,6 @@ class Trainer:
         self._say(f"step {step}: held-out loss {loss:.4f}")
 
     def _save(self, step: int, state: TrainState, batches: TrainIterator) -> None:
-        failed = self.store.errors
         description = {
             "experiment": self.experiment.model_dump_json(),
             "data": batches.state(),
@@ -205,8 +207,7 @@ class Trainer:
             "versions": library_versions(),
         }
         self.store.save(step, named_arrays(state), description)
-        if self.store.errors > failed:
-            self._event(step, "checkpoint_error")
+        self._event(step, EVENT_CHECKPOINT, {"blocked_s": self.store.blocked_s})
 
     def _summarize(self, step: int, loss: float, resumed_from: int | None) -> RunSummary:
         measured = self.throughput.summary()
@@ -235,9 +236,19 @@ class Trainer:
                 self._say(f"the summary could not be written: {error}")
         return summary
 
-    def _event(self, step: int, name: str) -> None:
+    def _durable(self, step: int) -> tuple[float | None, str]:
+        """Age of the newest durable checkpoint, seconds, and words for it; what stage 2 lost since the last call is on record then."""
+        known, durable = self.store.errors, self.store.durable()
+        if self.store.errors > known:
+            self._event(step, EVENT_CHECKPOINT_ERROR)
+        if durable is None:
+            return None, ""
+        age_s = max(0.0, time.time() - durable["created_unix_s"])
+        return age_s, f"step {durable['step']} safe for {format_duration(age_s)}"
+
+    def _event(self, step: int, name: str, values: dict[str, float] | None = None) -> None:
         if self.metrics is not None:
-            self.metrics.event(step, name)
+            self.metrics.event(step, name, values)
 
     def _say(self, text: str) -> None:
         if self.progress is not None:

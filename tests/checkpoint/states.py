@@ -54,7 +54,8 @@ def filled_slot(plan, step=7, launch="launch", description=None):
 
 def published(folder, plan, step=7, launch="launch", compression="none", keep=2):
     """A checkpoint of `random_state` in a folder, as a keeper of one rank makes it."""
-    slot, index = filled_slot(plan, step, launch)
+    description = {"experiment": plan.experiment.model_dump_json(), "data": {"samples": 24 * step}, "commit": "0123456789abcdef"}
+    slot, index = filled_slot(plan, step, launch, description)
     storage = Storage(folder)
     target = Target(str(folder), 1, compression, Retention(keep), publish_limit_s=10)
     write_part(storage, target, slot, index)

@@ -108,7 +108,7 @@ def test_published_is_what_has_a_manifest(tmp_path):
     (tmp_path / "12" / MANIFEST).write_text("{")
     assert published_steps(tmp_path) == [3, 12]
     assert newest_good(Storage(tmp_path)).step == 3
-    assert "damaged" in scan(Storage(tmp_path))[1].problem
+    assert "damaged" in str(scan(Storage(tmp_path))[1].problem)
 
 
 def test_manifest_of_a_newer_format_and_of_another_step_are_refused(tmp_path):
