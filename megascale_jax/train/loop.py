@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from megascale_jax.checkpoint.two_stage import CheckpointStore
+from megascale_jax.config.difference import differences
 from megascale_jax.config.schema import Experiment
 from megascale_jax.data.pipeline import Prepared, TrainIterator, held_out_batches
 from megascale_jax.model.flops import count_parameters, flops_per_token
@@ -126,6 +127,10 @@ class Trainer:
             self.store.prepare()
             return None, initial_state(self.plan, self.steps.optimizer, self.experiment.train.seed)
         batches.restore(restored.description["data"])
+        saved = Experiment.model_validate_json(restored.description["experiment"])
+        if changes := [str(item) for item in differences(saved, self.experiment) if item.key.startswith(("parallel.", "system."))]:
+            effect = "dropout draws others" if self.experiment.model.dropout else "sums are rounded in another order"
+            self._say(f"goes on with another layout ({effect}): {', '.join(changes)}")
         self.tier = restored.tier
         return restored.step, named_state(self.plan, self.steps.optimizer, restored.arrays)
 

@@ -10,6 +10,7 @@ from megascale_jax.checkpoint.slot import Slot, SlotIndex
 from megascale_jax.checkpoint.stage_one import SlotLayout
 from megascale_jax.checkpoint.stage_two import Target, publish, tidy, write_part
 from megascale_jax.checkpoint.storage import Storage
+from megascale_jax.config.schema import DataConfig
 from tests.build import experiment, plan_of, random_parameters
 
 COUNTERS = {"step": np.int32(7), "updates": np.int32(5), "rng": np.array([3, 4_000_000_000], np.uint32)}
@@ -19,7 +20,7 @@ def plan(pipe=1, data=1, tensor=1, virtual_stages=None, layers=None, **model):
     """A small model on so many virtual devices."""
     parallel = {"pipe": pipe, "data": data, "tensor": tensor, "virtual_stages": virtual_stages, "layers": layers, "micro_batch_size": 1}
     settings = {"num_layers": 4, "window": "full"} | model
-    return plan_of(experiment(parallel=parallel, train={"global_batch_size": 12 * data}, **settings))
+    return plan_of(experiment(parallel=parallel, train={"global_batch_size": 12 * data, "data": DataConfig(source="stdlib")}, **settings))
 
 
 def random_state(plan):

@@ -145,13 +145,13 @@ def test_resume_allows_what_decides_no_number_and_blocks_the_rest():
         "train__checkpoint__keep": 5,
         "train__logging__every": 2,
         "train__sample_prompt": "x",
+        "parallel__data": 1,
+        "system__device": "x",
     }
     assert difference_blocks_resume(differences(QUICKSTART, changed(**free))) == []
     blocked = {
         "name": "other",
         "model__num_layers": 2,
-        "parallel__data": 1,
-        "system__device": "x",
         "train__seed": 1,
         "train__data__shuffle": False,
     }

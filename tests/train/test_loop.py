@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 
 import pytest
 
@@ -48,11 +49,15 @@ def losses(path, kind="train"):
     return [(line["step"], line["loss"]) for line in read_metrics(path, kind)]
 
 
+def valid_tokens(path):
+    return [line["valid_tokens"] for line in read_metrics(path, "train")]
+
+
 @pytest.fixture(scope="module")
 def unbroken(prepared, tmp_path_factory):
     path = tmp_path_factory.mktemp("unbroken") / "run"
     outcome = run(tiny(), prepared, path)
-    return losses(path), outcome.summary
+    return losses(path), outcome.summary, valid_tokens(path)
 
 
 @pytest.mark.parametrize("stop_at", [1, 2, 4, 7])
@@ -84,6 +89,46 @@ def test_losses_are_bit_equal_when_the_newest_checkpoint_is_older_than_the_last_
     assert losses(path)[-1][0] > published_steps(path / "checkpoints")[-1] == 4
     run(tiny(), prepared, path)
     assert losses(path) == unbroken[0]
+
+
+def test_run_goes_on_with_another_layout(prepared, unbroken, tmp_path, capsys):
+    path = tmp_path / "run"
+    run(tiny(), prepared, path, StopAt(4))
+    other = tiny(data=4, tensor=1)
+    RunFolder(path).check(other)
+    assert run(other, prepared, path).step == STEPS
+    assert "goes on with another layout" in capsys.readouterr().out
+    assert losses(path)[:4] == unbroken[0][:4]
+    assert valid_tokens(path) == unbroken[2], "the same rows"
+    assert [loss for _, loss in losses(path)] == pytest.approx([loss for _, loss in unbroken[0]], rel=0.03)
+
+
+def test_run_killed_after_a_save_goes_on_from_memory(prepared, unbroken, tmp_path, capsys):
+    """Megatron-LM #5281 and dlrover #1065 turned round: what is in memory has its checksums, and is the newest."""
+
+    class Killed(Exception):
+        pass
+
+    def kill(count):
+        if count == 7:
+            raise Killed
+
+    path = tmp_path / "run"
+    with pytest.raises(Killed):
+        run(tiny(), prepared, path, StopAt(hook=kill))
+    shutil.rmtree(path / "checkpoints/4")
+    second = run(tiny(), prepared, path)
+    assert "resumed from step 4" in (said := capsys.readouterr().out) and "(memory of this host)" in said
+    assert second.summary.resumed_from == 4
+    assert losses(path) == unbroken[0]
+
+
+def test_run_that_was_removed_leaves_nothing_to_resume_from(prepared, tmp_path):
+    path = tmp_path / "run"
+    with pytest.raises(ZeroDivisionError):
+        run(tiny(), prepared, path, StopAt(hook=lambda count: 1 // (7 - count)))
+    shutil.rmtree(path)
+    assert run(tiny(steps=1), prepared, path).summary.resumed_from is None
 
 
 def test_run_goes_on_when_steps_are_raised_after_the_end(prepared, tmp_path):
