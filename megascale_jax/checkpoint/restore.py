@@ -19,7 +19,7 @@ from megascale_jax.checkpoint.stored import Index, Region, StoredArray, needed_c
 from megascale_jax.errors import CheckpointError
 from megascale_jax.parallel.plan import Plan
 
-READ_AHEAD_BYTES = 256 << 20
+READ_AHEAD_BYTES = 32 << 20
 Key = tuple[str, Index]
 """A block: array and place in its grid."""
 

@@ -79,9 +79,10 @@ class Slot:
             os.ftruncate(self.descriptor, num_bytes)
         elif os.fstat(descriptor).st_size != num_bytes:
             raise OSError(f"a slot of {os.fstat(descriptor).st_size} bytes arrived, expected {num_bytes}")
-        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if prefault else 0)
-        self._map = mmap.mmap(self.descriptor, num_bytes, flags=flags)
+        self._map = mmap.mmap(self.descriptor, num_bytes)
         self.data = np.frombuffer(self._map, np.uint8)
+        if prefault:
+            self.data[:: mmap.PAGESIZE] = 0
 
     def close(self) -> None:
         """Give the memory back, unless somebody else holds it."""

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megascale_jax.checkpoint.arrays import merge, rank_folder, write_blocks
-from megascale_jax.checkpoint.manifest import DAMAGED, DELETIONS, MANIFEST, Manifest, Part
+from megascale_jax.checkpoint.manifest import DAMAGED, DELETIONS, MANIFEST, Manifest, Part, read_manifest
 from megascale_jax.checkpoint.retention import Deletion, Retention, apply, delete, record
 from megascale_jax.checkpoint.slot import Slot, SlotIndex, owned_blocks
 from megascale_jax.checkpoint.storage import Storage
+from megascale_jax.errors import CheckpointError
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 
@@ -39,9 +40,14 @@ class Target:
 
 
 def write_part(storage: Storage, target: Target, slot: Slot, index: SlotIndex) -> Part:
-    """Write what a rank owns of a step, then its report. Raises OSError; the failure is reported to rank 0 first, if that can be done."""
+    """Write what a rank owns of a step, then its report; a part that a keeper which died had finished stays as it is.
+
+    Raises OSError; the failure is reported to rank 0 first, if that can be done.
+    """
     data = f"{index.step}/{index.launch}"
     folder = rank_folder(data, index.rank)
+    if (part := _finished(storage, index)) is not None:
+        return part
     try:
         storage.delete_folder(folder)  # of a keeper that died in the middle
         number, size = write_blocks(storage, folder, index.arrays, owned_blocks(slot, index), target.compression)
@@ -54,11 +60,32 @@ def write_part(storage: Storage, target: Target, slot: Slot, index: SlotIndex) -
         raise
 
 
+def _finished(storage: Storage, index: SlotIndex) -> Part | None:
+    """The rank's report of an earlier try, or one made up where the step is published already; it must not be written again then."""
+    content = storage.read(_report(f"{index.step}/{index.launch}", index.rank))
+    part = Part.from_bytes(content) if content is not None else None
+    if part is not None and part.error is None:
+        return part
+    # the reports go after publication, so one that is missing says nothing before this is looked at
+    return Part(index.rank) if _published(storage, index) is not None else None
+
+
+def _published(storage: Storage, index: SlotIndex) -> Manifest | None:
+    """The manifest of this very step and launch, if it is there."""
+    try:
+        manifest = read_manifest(storage, index.step)
+    except CheckpointError:
+        return None
+    return manifest if manifest.launch == index.launch else None
+
+
 def publish(storage: Storage, target: Target, index: SlotIndex, is_outdated: Callable[[], bool] = lambda: False) -> Manifest:
     """Wait for all parts of a step, join them, and publish. Raises OSError when it cannot be.
 
     ``is_outdated``: whether the run was started again meanwhile, so that the missing parts will not come.
     """
+    if (manifest := _published(storage, index)) is not None:
+        return manifest
     data = f"{index.step}/{index.launch}"
     parts = _wait_for_parts(storage, target, data, is_outdated)
     merge(storage, data, index.arrays, target.ranks, target.compression)

@@ -103,6 +103,11 @@ class CheckpointStore:
         """Process of this host's keeper."""
         return self._memory.keeper_pid
 
+    @property
+    def slot_bytes(self) -> int:
+        """Host memory of one of this rank's two slots."""
+        return self._layout.num_bytes
+
     def save(self, step: int, state: Named, description: Mapping[str, Any]) -> None:
         """Stage 1 of a checkpoint; stage 2 goes on by itself. Never raises for memory, disk or keeper."""
         began, self._newest_step = time.monotonic(), step
@@ -150,11 +155,15 @@ class CheckpointStore:
             with self._turn:
                 self._memory.close(is_over=is_over)
 
-    def restore(self) -> Restored | None:
-        """The newest good state, on every rank the same; ``None`` when there is no checkpoint at all.
+    def restore(self, step: int | None = None) -> Restored | None:
+        """The newest good state, on every rank the same; ``None`` when there is no checkpoint at all. ``step``: that one, from storage.
 
         Raises CheckpointError when there are some and none can be used: starting from nothing would hide that.
         """
+        if step is not None:
+            if (found := self._from_storage(step)) is None:
+                raise CheckpointError(f"checkpoint {self._storage.url}/{step} is damaged; choose another step")
+            return found
         states: list[MemoryState | int] = [*memory_states(self._memory.reports), *self._published()]
         states.sort(key=lambda state: (state.step, 1) if isinstance(state, MemoryState) else (state, 0), reverse=True)
         for state in states:

@@ -45,7 +45,8 @@ def main() -> None:
     store.close(is_over=settings.get("over", False))
     Path(f"{settings['result']}.{processes.index}").write_text(json.dumps(result))
     sys.stdout.flush()
-    os._exit(0)  # not through the barrier at the end of `jax.distributed`, which waits for the dead
+    if "die" in settings:
+        os._exit(0)  # not through the barrier at the end of `jax.distributed`, which waits for the dead
 
 
 if __name__ == "__main__":
