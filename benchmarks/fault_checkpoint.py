@@ -13,6 +13,7 @@ import ctypes
 import json
 import os
 import random
+import resource
 import shutil
 import tempfile
 import time
@@ -107,15 +108,25 @@ def host_lost(drill: Drill) -> int | None:
 
 
 def disk_full(drill: Drill) -> int | None:
-    """The disk has room for a random part of a checkpoint; afterwards somebody makes room."""
+    """The disk has room for a random part of a checkpoint; afterwards somebody makes room.
+
+    Where no small disk can be mounted, the kernel refuses one host's writes beyond a random size instead.
+    """
     drill.cluster.impatient()
     filler = drill.cluster.checkpoints / "filler.bin"
-    free = shutil.disk_usage(drill.cluster.checkpoints).free
-    with filler.open("wb") as stream:
-        os.posix_fallocate(stream.fileno(), 0, max(1, free - drill.rng.randrange(1, 3 << 20)))
+    victim = drill.rng.choice(drill.cluster.ranks).client.pid
+    if drill.is_small_disk:
+        free = shutil.disk_usage(drill.cluster.checkpoints).free
+        with filler.open("wb") as stream:
+            os.posix_fallocate(stream.fileno(), 0, max(1, free - drill.rng.randrange(1, 3 << 20)))
+    else:
+        resource.prlimit(victim, resource.RLIMIT_FSIZE, (drill.rng.randrange(1, 1 << 16), resource.RLIM_INFINITY))
     step = drill.next()
     drill.cluster.finish()
-    filler.unlink()
+    if drill.is_small_disk:
+        filler.unlink()
+    else:
+        resource.prlimit(victim, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     drill.cluster.patient()
     return step if step in published_steps(drill.storage) else None
 
@@ -239,7 +250,7 @@ def run(drill: Drill, kind: Callable[[Drill], int | None]) -> dict[str, Any]:
 
 
 def mount_tmpfs(folder: Path) -> bool:
-    """A small disk of our own; False where mounting is not allowed, and faults of a full disk are then left out, visibly."""
+    """A small disk of our own; False where mounting is not allowed."""
     library = ctypes.CDLL(None, use_errno=True)
     return library.mount(b"tmpfs", str(folder).encode(), b"tmpfs", 0, f"size={TMPFS_BYTES}".encode()) == 0
 
@@ -250,8 +261,7 @@ def campaign(folder: Path, faults: int, seed: int, *, show: bool = True) -> list
     checkpoints = folder / "checkpoints"
     checkpoints.mkdir(parents=True)
     is_small_disk = mount_tmpfs(checkpoints)
-    kinds = [kind for kind in KINDS if is_small_disk or kind is not disk_full]
-    order = [kinds[number % len(kinds)] for number in range(faults)]
+    order = [KINDS[number % len(KINDS)] for number in range(faults)]
     rng.shuffle(order)
     cluster = Cluster(folder, f"drill-{seed}-{folder}")
     outcomes = []
