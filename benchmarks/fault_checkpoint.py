@@ -233,7 +233,8 @@ def run(drill: Drill, kind: Callable[[Drill], int | None]) -> dict[str, Any]:
     outcome: dict[str, Any] = {"kind": kind.__name__, "step": drill.step + 1, "hung": False, "lost_good": 0, "recovered": False}
     try:
         must_be = kind(drill)
-        outcome["failures"] = [f"{failure['what']}: {failure['error'][:300]}" for failure in drill.cluster.finish()]
+        drill.cluster.finish()
+        outcome["failures"], drill.cluster.failures = drill.cluster.failures, []
         expected = before if must_be is None else must_be
         found = drill.cluster.newest()
         published = published_steps(drill.storage)

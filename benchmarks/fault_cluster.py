@@ -125,6 +125,7 @@ class Cluster:
         self.target = Target(str(self.checkpoints), RANKS, "none", Retention(KEEP), publish_limit_s=LIMIT_S / 2)
         self.ranks = [Rank(number, folder, identity) for number in range(RANKS)]
         self.launch, self._launches = "launch-0", 0
+        self.failures: list[str] = []
 
     def save(self, step: int) -> None:
         """Stage 1 on all ranks."""
@@ -144,9 +145,9 @@ class Cluster:
         """The inverse."""
         self.target = replace(self.target, publish_limit_s=LIMIT_S / 2)
 
-    def finish(self) -> list[dict]:
-        """Until all keepers are done; what failed."""
-        return [failure for rank in self.ranks for failure in rank.finish()]
+    def finish(self) -> None:
+        """Until all keepers are done; what failed is added to `failures`."""
+        self.failures += [f"{failure['what']}: {failure['error'][:300]}" for rank in self.ranks for failure in rank.finish()]
 
     def newest(self) -> int | None:
         """Step of the newest checkpoint that can be read whole, found as a run finds it; its bits are compared."""
