@@ -289,15 +289,11 @@ def lowest_priority() -> None:
         psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
 
 
-def main() -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description="Hold the newest states of a run's local ranks, and carry them to storage.")
-    parser.add_argument("folder", type=Path, help="folder of the keeper's socket")
-    parser.add_argument("--idle-s", type=float, default=IDLE_S, help="seconds without a rank after which it ends")
-    options = parser.parse_args()
+def serve(folder: Path, idle_s: float) -> None:
+    """Be the keeper in ``folder`` until there is no reason to. Files that it makes are for this user only."""
     os.umask(0o077)
     lowest_priority()
-    keeper = Keeper(options.folder, options.idle_s)
+    keeper = Keeper(folder, idle_s)
 
     def stop(*_: object) -> None:
         keeper.stopping = True
@@ -307,7 +303,16 @@ def main() -> None:
     try:
         keeper.serve()
     except Timeout:
-        print(f"another keeper serves {options.folder}", file=sys.stderr)
+        print(f"another keeper serves {folder}", file=sys.stderr)
+
+
+def main() -> None:
+    """Entry point of the process that a rank starts."""
+    parser = argparse.ArgumentParser(description="Hold the newest states of a run's local ranks, and carry them to storage.")
+    parser.add_argument("folder", type=Path, help="folder of the keeper's socket")
+    parser.add_argument("--idle-s", type=float, default=IDLE_S, help="seconds without a rank after which it ends")
+    options = parser.parse_args()
+    serve(options.folder, options.idle_s)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ import tensorstore as ts
 
 WAIT_S = 600
 """Longest wait for one operation; a store that is silent for so long has failed."""
+S3_ENDPOINT = "AWS_ENDPOINT_URL"
+"""Environment variable with the address of an S3 that is not Amazon's."""
 REMOTE = ("gs://", "s3://", "http://", "https://")
 
 
@@ -27,12 +29,14 @@ class Storage:
     """Keys below one root."""
 
     def __init__(self, url: str | Path):
-        """``url``: a local path, or ``gs://bucket/path``, ``s3://bucket/path``; ``http(s)://`` for reading only."""
+        """``url``: a local path, or ``gs://bucket/path``, ``s3://bucket/path``; ``http(s)://`` for reading only.
+
+        Credentials are found as Google's and Amazon's own tools find them.
+        """
         self.url = str(url)
         self.folder = None if self.url.startswith(REMOTE) else Path(self.url).absolute()
         self._context = ts.Context()
-        base = self.url.rstrip("/") + "/" if self.folder is None else {"driver": "file", "path": f"{self.folder}/"}
-        self._base = ts.KvStore.Spec(base)
+        self._base = ts.KvStore.Spec(_spec(self.url, self.folder))
         self._store = wait(ts.KvStore.open(self._base, context=self._context))
 
     def read(self, key: str) -> bytes | None:
@@ -108,6 +112,17 @@ class Storage:
         base["path"] = f"{base.get('path', '')}{path}/"
         spec = {"driver": "ocdbt", "base": base, "assume_config": True, **options}
         return wait(ts.KvStore.open(spec, context=self._context))
+
+
+def _spec(url: str, folder: Path | None) -> Any:
+    if folder is not None:
+        return {"driver": "file", "path": f"{folder}/"}
+    base = f"{url.rstrip('/')}/"
+    endpoint = os.environ.get(S3_ENDPOINT)
+    if not (url.startswith("s3://") and endpoint):
+        return base
+    bucket, _, path = base.removeprefix("s3://").partition("/")
+    return {"driver": "s3", "bucket": bucket, "path": path, "endpoint": endpoint, "aws_region": os.environ.get("AWS_REGION", "us-east-1")}
 
 
 def wait(future: Any, limit_s: float = WAIT_S) -> Any:

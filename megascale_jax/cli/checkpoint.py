@@ -34,16 +34,17 @@ JsonOption = Annotated[Path | None, typer.Option("--json", help="also write the 
 def storage_of(place: str) -> "Storage":
     """The storage that a place means. Raises UsageError when there is nothing."""
     from megascale_jax.checkpoint.storage import REMOTE, Storage
+    from megascale_jax.train.folder import CONFIG_FILE, RunFolder
 
     if place.startswith(REMOTE):
         return Storage(place)
     folder = Path(place)
-    inside = folder / "checkpoints"
-    if inside.is_dir():
-        return Storage(inside)
+    if (folder / CONFIG_FILE).is_file():
+        return RunFolder(folder).storage()
     if not folder.is_dir():
         raise UsageError(f"{place} is no folder; expected a run folder such as runs/quickstart, or the folder of its checkpoints")
-    return Storage(folder)
+    inside = folder / "checkpoints"
+    return Storage(inside if inside.is_dir() else folder)
 
 
 def step_of(storage: "Storage", step: int | None) -> int:

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from megascale_jax.cli import checkpoint, compare, compile, config, data, sample, schedule, train
+from megascale_jax.cli import checkpoint, compare, compile, config, data, keep, sample, schedule, train
 from megascale_jax.errors import CheckpointError, CompileError, UsageError
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app = typer.Typer(
 app.command("train")(train.train)
 app.command("sample")(sample.sample)
 app.command("compare")(compare.compare)
+app.command("keep")(keep.keep)
 app.command("schedule")(schedule.schedule)
 app.command("compile")(compile.compile_step)
 app.add_typer(data.app, name="data")

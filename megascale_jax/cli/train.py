@@ -74,7 +74,7 @@ def train(
     if processes.index != 0:
         return
     if outcome.summary is None:
-        saved = "nothing is saved" if outcome.saved is None else f"saved: {folder.checkpoints / str(outcome.saved)}"
+        saved = "nothing is saved" if outcome.saved is None else f"saved: {folder.storage(resolved).url}/{outcome.saved}"
         lost = "" if outcome.saved == outcome.step else " (later steps are lost: see the errors above)"
         console.print(
             Text(f"Stopped after step {outcome.step} of {resolved.train.steps}; {saved}{lost}\nGo on with: {command}"), soft_wrap=True
@@ -113,7 +113,7 @@ def _show_end(console: Console, experiment: "Experiment", folder: "RunFolder", o
     except OSError as error:
         picture = f"could not be written: {error}"
     console.print(_results(summary))
-    checkpoint = "none is complete: see the errors above" if outcome.saved is None else folder.checkpoints / str(outcome.saved)
+    checkpoint = "none is complete: see the errors above" if outcome.saved is None else f"{folder.storage(experiment).url}/{outcome.saved}"
     console.print(
         Text(f"loss plot   {picture}\ncheckpoint  {checkpoint}\nsummary     {folder.path / 'summary.json'}"),
         soft_wrap=True,

@@ -209,7 +209,10 @@ class CheckpointConfig(Section):
     """Saving."""
 
     every: Positive | None = Field(default=None, description="steps between checkpoints; null: at the end only")
-    keep: Positive = Field(default=2, description="newest checkpoints kept on durable storage")
+    place: str | None = Field(
+        default=None, description="where they lie: a folder, gs://bucket/path or s3://bucket/path; null: checkpoints/ in the run folder"
+    )
+    keep: Positive = Field(default=2, description="newest checkpoints kept there")
     keep_every: Positive | None = Field(default=None, description="checkpoints whose step is a multiple of this stay for ever; null: none")
     keep_hours: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="checkpoints younger than this stay; null: age does not count"

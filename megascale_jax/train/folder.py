@@ -44,10 +44,9 @@ class RunFolder:
 
     path: Path
 
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the checkpoints."""
-        return self.path / CHECKPOINTS
+    def storage(self, experiment: Experiment | None = None) -> Storage:
+        """Where the checkpoints lie, by this configuration or the one that the run was started with."""
+        return Storage((experiment or self.experiment()).train.checkpoint.place or self.path / CHECKPOINTS)
 
     def experiment(self) -> Experiment:
         """The configuration that the run was started with. Raises RunFolderError when this is no run."""
@@ -58,14 +57,14 @@ class RunFolder:
             )
         return read_resolved(file)
 
-    def latest(self) -> int | None:
+    def latest(self, experiment: Experiment | None = None) -> int | None:
         """Step of the newest complete checkpoint."""
-        steps = published_steps(self.checkpoints)
+        steps = published_steps(self.storage(experiment))
         return steps[-1] if steps else None
 
     def description(self, step: int) -> Mapping[str, Any]:
         """What a checkpoint says of its run. Raises CheckpointError."""
-        return read_manifest(Storage(self.checkpoints), step).description
+        return read_manifest(self.storage(), step).description
 
     def identity(self) -> str:
         """A name of this run that no other one has, also none that was here before; made when it is first asked for."""
@@ -80,7 +79,7 @@ class RunFolder:
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise RunFolderError(f"{self.path} cannot be made: {existing} is no writable folder; choose another with --run-folder")
         if existing != self.path or not any(self.path.iterdir()):
-            return
+            return self._check_newest(experiment)
         if not (self.path / CONFIG_FILE).is_file():
             raise RunFolderError(f"{self.path} exists and is not a run folder (no {CONFIG_FILE}); choose another with --run-folder")
         try:
@@ -88,17 +87,22 @@ class RunFolder:
         except ConfigError as error:
             raise RunFolderError(f"{error}\nthe folder's own configuration is damaged: start anew with --fresh") from error
         self._refuse(started, experiment, f"{self.path} belongs to a run with another configuration")
-        if (step := self.latest()) is not None:
-            stored = self.description(step).get("experiment")
-            saved = Experiment.model_validate_json(stored) if isinstance(stored, str) else None
-            if saved is None:
-                raise RunFolderError(f"checkpoint {self.checkpoints / str(step)} was not written by `megascale train`; remove it")
-            self._refuse(saved, experiment, f"checkpoint {self.checkpoints / str(step)} is of another model or run")
+        return self._check_newest(experiment)
+
+    def _check_newest(self, experiment: Experiment) -> None:
+        """The same for the newest checkpoint; on remote storage there may be one although the folder is new."""
+        storage = self.storage(experiment)
+        if (step := self.latest(experiment)) is not None:
+            stored = read_manifest(storage, step).description.get("experiment")
+            if not isinstance(stored, str):
+                raise RunFolderError(f"checkpoint {storage.url}/{step} was not written by `megascale train`; remove it")
+            saved = Experiment.model_validate_json(stored)
+            self._refuse(saved, experiment, f"checkpoint {storage.url}/{step} is of another model or run")
 
     def finished(self, experiment: Experiment) -> RunSummary | None:
         """The summary when the run already has all its steps, else ``None``."""
         try:
-            summary, step = read_summary(self.path), self.latest()
+            summary, step = read_summary(self.path), self.latest(experiment)
         except RunFolderError:  # damaged: finishing the run again writes it anew
             return None
         return summary if summary is not None and step is not None and min(step, summary.steps) >= experiment.train.steps else None
@@ -139,9 +143,16 @@ class RunFolder:
                 f"{self.path} holds {foreign[0]!r}, which is not a run's, so it is not a run folder; choose another with --run-folder"
             )
 
-    def clear(self) -> None:
-        """Remove a run and all its checkpoints. Raises RunFolderError for a folder that holds anything else."""
+    def clear(self, experiment: Experiment | None = None) -> None:
+        """Remove a run and its checkpoints in it. Raises RunFolderError for a folder that holds anything else.
+
+        Checkpoints elsewhere are never removed, so with ``experiment`` the same is raised when there are some.
+        """
         self.check_clear()
+        if experiment is not None and experiment.train.checkpoint.place is not None and self.latest(experiment) is not None:
+            raise RunFolderError(
+                f"{experiment.train.checkpoint.place} holds checkpoints of an earlier run; a new one needs another train.checkpoint.place"
+            )
         if self.path.exists():
             with self.locked():
                 shutil.rmtree(self.path)

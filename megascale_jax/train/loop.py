@@ -68,14 +68,14 @@ class Trainer:
         self.commit = source_commit()
         if self.is_first:
             if fresh:
-                folder.clear()
+                folder.clear(experiment)
             folder.create(experiment)
             self.tokenizer = prepared.tokenizer.save(folder.path)
         _wait_for_all("run folder")
         self.metrics: MetricsWriter | None = None
         self.progress: TrainingProgress | None = None
         identity = folder.identity() if self.is_first else ""
-        self.store = CheckpointStore(folder.checkpoints, identity, self.plan, experiment.train.checkpoint, self._say)
+        self.store = CheckpointStore(folder.storage(experiment).url, identity, self.plan, experiment.train.checkpoint, self._say)
 
     def run(self, stop: Any) -> Outcome:
         """Train from the newest checkpoint, or from the start, until done or until any rank's ``stop.asked``."""
@@ -102,7 +102,7 @@ class Trainer:
                 if step >= train.steps:
                     self.progress.update(step, note="evaluating on the held-out split")
                     summary = self._summarize(step, self.held_out_loss(state, train.evaluation.final_batches), resumed_from)
-        return Outcome(step, summary, self.folder.latest() if self.is_first else None)
+        return Outcome(step, summary, self.folder.latest(self.experiment) if self.is_first else None)
 
     def held_out_loss(self, state: TrainState, batches: int | None) -> float:
         """Mean negative log-likelihood over the held-out split, or its first global batches, nats per token."""

@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from megascale_jax import axes
-from megascale_jax.checkpoint.storage import Storage
 from megascale_jax.checkpoint.two_stage import load_arrays
 from megascale_jax.config.schema import Experiment, ParallelConfig
 from megascale_jax.data.tokenizer import load_tokenizer
@@ -40,7 +39,7 @@ def sample(folder: RunFolder, prompt: str, *, num_tokens: int, temperature: floa
     if not ids:
         raise UsageError("the prompt is empty; give at least one character")
     plan = make_plan(_on_one_device(experiment), jax.local_devices()[:1])
-    named = load_arrays(Storage(folder.checkpoints), latest, plan, [f"params.{name}" for name in plan.zero.specs])
+    named = load_arrays(folder.storage(), latest, plan, [f"params.{name}" for name in plan.zero.specs])
     params = {name.removeprefix("params."): value for name, value in named.items()}
     next_logits = _next_logits(plan)
     key, length = jax.random.key(seed), experiment.model.sequence_length

@@ -4,7 +4,6 @@ import jax
 import numpy as np
 import pytest
 
-from megascale_jax.checkpoint.storage import Storage
 from megascale_jax.checkpoint.two_stage import load_arrays
 from megascale_jax.errors import RunFolderError, UsageError
 from megascale_jax.train.folder import RunFolder
@@ -19,7 +18,7 @@ def test_greedy_text_follows_the_reference_beyond_the_sequence_length(prepared, 
     trainer = Trainer(config, folder, prepared)
     trainer.run(StopAt())
     text = sample(folder, "def x", num_tokens=20, temperature=0)
-    named = load_arrays(Storage(folder.checkpoints), 6, trainer.plan)
+    named = load_arrays(folder.storage(), 6, trainer.plan)
     params = jax.jit(trainer.plan.to_logical)({name: named[f"params.{name}"] for name in trainer.plan.zero.specs})
     params = {name: np.asarray(value) for name, value in params.items()}
     ids, length = list(b"def x"), config.model.sequence_length
