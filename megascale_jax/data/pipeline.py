@@ -10,6 +10,7 @@ restored iterator goes on with exactly the next one. Restoring the state of othe
 shuffle that orders rows differently than the one that wrote it is a ``DataError``, never a silent reshuffle.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +19,12 @@ from typing import Any, Self
 import grain
 import numpy as np
 
+from megascale_jax.data.batch import Batch, BatchLayout, Rows, assemble
 from megascale_jax.data.manifest import Manifest, Split, read_manifest, record_file
+from megascale_jax.data.order import RowOrder, SampleOrder
 from megascale_jax.data.rows import RowSource
 from megascale_jax.data.tokenizer import Tokenizer, load_tokenizer
 from megascale_jax.errors import DataError
-
-Batch = dict[str, np.ndarray]
-"""``tokens``, ``targets``, ``segment_ids``, ``positions``: int32 arrays of one shape that ends in S."""
-
-NO_TARGET = -1
-"""Target of a position that has no loss."""
 
 _READ_THREADS = 1
 """Assembling holds the interpreter lock most of the time: a second thread costs CPU time and brings none."""
@@ -44,40 +41,6 @@ class Prepared:
     folder: Path
     manifest: Manifest
     tokenizer: Tokenizer
-
-
-@dataclass(frozen=True)
-class BatchLayout:
-    """Which rows of a global batch a process assembles: those of ``data_indices``, in this order.
-
-    Row ``(micro * data_size + index) * micro_batch_size + i`` of the global batch is row ``i`` of that micro-batch on
-    that data index. Raises ``DataError`` when the batch does not divide or an index is out of range.
-    """
-
-    global_batch_size: int
-    data_size: int
-    data_indices: tuple[int, ...]
-    micro_batch_size: int
-
-    def __post_init__(self) -> None:
-        unit = self.data_size * self.micro_batch_size
-        if unit < 1 or self.global_batch_size < 1 or self.global_batch_size % unit:
-            raise DataError(
-                f"A global batch of {self.global_batch_size} rows is not divisible by data size x micro-batch size = "
-                f"{self.data_size} x {self.micro_batch_size} = {unit}. Give a multiple of {unit}."
-            )
-        if not self.data_indices or not set(self.data_indices) <= set(range(self.data_size)):
-            raise DataError(f"Data indices {list(self.data_indices)} must be some of 0..{self.data_size - 1}.")
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Micro-batches of one step (m)."""
-        return self.global_batch_size // (self.data_size * self.micro_batch_size)
-
-    def offsets(self) -> np.ndarray:
-        """int64 [m, len(data_indices) * micro_batch_size]: places in the global batch of the assembled rows."""
-        whole = np.arange(self.global_batch_size).reshape(self.num_micro_batches, self.data_size, self.micro_batch_size)
-        return whole[:, list(self.data_indices)].reshape(self.num_micro_batches, -1)
 
 
 def open_prepared(folder: Path, *, sequence_length: int | None = None, vocab_size: int | None = None) -> Prepared:
@@ -106,42 +69,11 @@ def rows(prepared: Prepared, split: Split) -> RowSource:
     return RowSource(record_file(prepared.folder, split), prepared.manifest.split(split).rows, np.dtype(prepared.manifest.dtype))
 
 
-def decode_row(tokens: np.ndarray, sequence_length: int, end_of_document: int) -> Batch:
-    """One stored row (at most S + 1 tokens, 1-D) as arrays [S]; see ``decode_rows``."""
-    return {name: array[0] for name, array in decode_rows([tokens], sequence_length, end_of_document).items()}
-
-
-def decode_rows(stored: Sequence[np.ndarray], sequence_length: int, end_of_document: int) -> Batch:
-    """Stored rows as int32 arrays [len(stored), S].
-
-    ``tokens``: the inputs, 0 in padding. ``targets``: the next token; -1 in padding and where the input is
-    ``end_of_document``, since the next token belongs to another document. ``segment_ids``: 1, 2, ... per document in the
-    row, 0 in padding. ``positions``: from 0 at each segment's start, 0 in padding. A row without tokens is all padding.
-    """
-    padded = np.zeros((len(stored), sequence_length + 1), np.int32)
-    num_inputs = np.zeros((len(stored), 1), np.int32)
-    for index, row in enumerate(stored):
-        padded[index, : len(row)] = row
-        num_inputs[index] = max(0, len(row) - 1)
-    place = np.arange(sequence_length, dtype=np.int32)
-    is_input = place < num_inputs
-    ends = (padded[:, :-1] == end_of_document) & is_input
-    begins = np.zeros_like(ends)
-    begins[:, 1:] = ends[:, :-1]
-    starts = np.maximum.accumulate(np.where(begins, place, 0), axis=1)
-    return {
-        "tokens": np.where(is_input, padded[:, :-1], 0),
-        "targets": np.where(is_input & ~ends, padded[:, 1:], NO_TARGET),
-        "segment_ids": np.where(is_input, 1 + np.cumsum(begins, axis=1, dtype=np.int32), 0),
-        "positions": np.where(is_input, place - starts, 0),
-    }
-
-
-class TrainIterator:
-    """Endless global batches of the train split, the part of ``data_indices``.
+class BatchIterator(ABC):
+    """Endless global batches of the train split, the part of ``data_indices``, from a position that can be saved.
 
     Each batch is a dict of int32 arrays [m, len(data_indices) * micro_batch_size, S] (``Batch``). Close it, or use it as
-    a context manager, to stop the reading threads.
+    a context manager, to stop what reads ahead.
     """
 
     def __init__(
@@ -157,23 +89,17 @@ class TrainIterator:
     ):
         self._prepared = prepared
         self._layout = BatchLayout(global_batch_size, data_size, tuple(data_indices), micro_batch_size)
-        self._offsets = self._layout.offsets()
-        self._rows = rows(prepared, "train")
         self._seed = seed
         self._shuffle = shuffle
-        order = grain.MapDataset.range(len(self._rows)).seed(seed % (1 << 32))
-        self._order = (order.shuffle() if shuffle else order).repeat()
+        self._order: SampleOrder = RowOrder(prepared.manifest.train.rows, seed, shuffle)
         self._samples = 0
-        self._batches: grain.DatasetIterator | None = None
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Batch:
         """The next batch. Raises ``DataError`` for a damaged row."""
-        if self._batches is None:
-            self._batches = self._read_ahead(self._samples)
-        batch = next(self._batches)
+        batch = self._next()
         self._samples += self._layout.global_batch_size
         return batch
 
@@ -183,15 +109,17 @@ class TrainIterator:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @abstractmethod
+    def _next(self) -> Batch:
+        """The batch at ``self._samples``, which is that of the last call and one batch, unless closed since."""
+
+    @abstractmethod
     def close(self) -> None:
         """Stop reading ahead; the position stays, and the next ``next`` starts again from it."""
-        if self._batches is not None:
-            self._batches.close()
-            self._batches = None
 
     def sample_ids(self, step: int) -> np.ndarray:
         """int64 [global_batch_size]: train row ids of global batch ``step``, counted from the start of the order."""
-        return self._ids(step * self._layout.global_batch_size + np.arange(self._layout.global_batch_size))
+        return self._order.ids(step * self._layout.global_batch_size + np.arange(self._layout.global_batch_size))
 
     def state(self) -> dict[str, Any]:
         """The position after the last batch handed out, as a small JSON value; the same for every process."""
@@ -200,7 +128,7 @@ class TrainIterator:
             "seed": self._seed,
             "shuffle": self._shuffle,
             "digest": self._prepared.manifest.digest,
-            "next_ids": self._ids(self._samples + np.arange(_PROBED_IDS)).tolist(),
+            "next_ids": self._order.ids(self._samples + np.arange(_PROBED_IDS)).tolist(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -221,25 +149,44 @@ class TrainIterator:
         samples = state["samples"]
         if not isinstance(samples, int) or samples < 0:
             raise DataError(f"A data state counts samples from 0, this one has {samples!r}: it is damaged.")
-        if self._ids(samples + np.arange(_PROBED_IDS)).tolist() != list(state["next_ids"]):
+        if self._order.ids(samples + np.arange(_PROBED_IDS)).tolist() != list(state["next_ids"]):
             raise DataError(
                 "The installed grain shuffles in another order than the one this checkpoint was trained with. Install that version."
             )
         self.close()
         self._samples = samples
 
-    def _ids(self, samples: np.ndarray) -> np.ndarray:
-        return np.array([self._order[int(sample)] for sample in samples.reshape(-1)], np.int64).reshape(samples.shape)
+
+class TrainIterator(BatchIterator):
+    """Batches assembled by a thread of this process. Of the processes of a host, each reads its own rows."""
+
+    def __init__(self, prepared: Prepared, **layout: Any):
+        """``layout`` is that of ``BatchIterator``."""
+        super().__init__(prepared, **layout)
+        self._rows = rows(prepared, "train")
+        self._offsets = self._layout.offsets()
+        self._batches: grain.DatasetIterator | None = None
+
+    def _next(self) -> Batch:
+        if self._batches is None:
+            self._batches = self._read_ahead(self._samples)
+        return next(self._batches)
+
+    def close(self) -> None:
+        """Stop reading ahead; the position stays, and the next ``next`` starts again from it."""
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
 
     def _read_ahead(self, start: int) -> grain.DatasetIterator:
         """Local batches from sample ``start`` on, assembled by threads in order."""
 
-        def assemble(step: int) -> Batch:
-            ids = self._ids(start + step * self._layout.global_batch_size + self._offsets)
+        def assemble_step(step: int) -> Batch:
+            ids = self._order.ids(start + step * self._layout.global_batch_size + self._offsets)
             return _assemble(self._prepared, self._rows, ids)
 
         options = grain.ReadOptions(num_threads=_READ_THREADS, prefetch_buffer_size=_BATCHES_AHEAD)
-        return iter(grain.MapDataset.range(_ENDLESS).map(assemble).to_iter_dataset(options))
+        return iter(grain.MapDataset.range(_ENDLESS).map(assemble_step).to_iter_dataset(options))
 
 
 def held_out_batches(
@@ -263,9 +210,5 @@ def held_out_batches(
     return (_assemble(prepared, source, step * global_batch_size + offsets) for step in steps)
 
 
-def _assemble(prepared: Prepared, source: RowSource, ids: np.ndarray) -> Batch:
-    """Rows ``ids`` [m, R] as arrays [m, R, S]; an id past the end is a row of padding."""
-    nothing = np.empty(0, np.int32)
-    stored = [source[int(i)] if i < len(source) else nothing for i in ids.reshape(-1)]
-    decoded = decode_rows(stored, prepared.manifest.sequence_length, prepared.manifest.end_of_document)
-    return {name: array.reshape(*ids.shape, -1) for name, array in decoded.items()}
+def _assemble(prepared: Prepared, source: Rows, ids: np.ndarray) -> Batch:
+    return assemble(source, ids, prepared.manifest.sequence_length, prepared.manifest.end_of_document)

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megascale_jax.data.batch import NO_TARGET, Batch, decode_row
 from megascale_jax.data.manifest import MANIFEST_FILE
-from megascale_jax.data.pipeline import NO_TARGET, Batch, Prepared, TrainIterator, decode_row, held_out_batches, open_prepared, rows
+from megascale_jax.data.pipeline import Prepared, TrainIterator, held_out_batches, open_prepared, rows
 from megascale_jax.errors import DataError
 
 GLOBAL_BATCH = 16
