@@ -41,7 +41,7 @@ def train(
     # JAX is imported from here on, after everything that can be refused without it.
     from megascale_jax.comm.init import Processes, cache_folder, check_platform, start
     from megascale_jax.config.layout import MeshShape
-    from megascale_jax.data.pipeline import open_prepared
+    from megascale_jax.data.prepared import open_prepared
     from megascale_jax.data.select import prepare_if_missing
     from megascale_jax.train.folder import RunFolder
 

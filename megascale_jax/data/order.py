@@ -4,8 +4,7 @@ Sample i of a source is row ``shuffle(epoch)(i mod rows)``, fresh in every epoch
 replayed at resume, and nothing depends on the number of hosts or the batch.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,7 +22,7 @@ class RowOrder:
 
     def __init__(self, num_rows: int, seed: int, shuffle: bool):
         self._num_rows = num_rows
-        self._shuffled: Sequence[int] | None = None
+        self._shuffled: Any = None  # a grain.MapDataset
         if shuffle:
             import grain  # a second of start-up, for which a stored order has no use
 

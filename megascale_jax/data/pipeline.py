@@ -12,18 +12,14 @@ shuffle that orders rows differently than the one that wrote it is a ``DataError
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import grain
 import numpy as np
 
 from megascale_jax.data.batch import Batch, BatchLayout, Rows, assemble
-from megascale_jax.data.manifest import Manifest, Split, read_manifest, record_file
 from megascale_jax.data.order import RowOrder, SampleOrder
-from megascale_jax.data.rows import RowSource
-from megascale_jax.data.tokenizer import Tokenizer, load_tokenizer
+from megascale_jax.data.prepared import Prepared, stored_rows
 from megascale_jax.errors import DataError
 
 _READ_THREADS = 1
@@ -32,41 +28,6 @@ _READ_THREADS = 1
 _BATCHES_AHEAD = 3
 _PROBED_IDS = 4
 _ENDLESS = 1 << 62
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A complete prepared folder."""
-
-    folder: Path
-    manifest: Manifest
-    tokenizer: Tokenizer
-
-
-def open_prepared(folder: Path, *, sequence_length: int | None = None, vocab_size: int | None = None) -> Prepared:
-    """Open a prepared folder, for a model of this sequence length and vocabulary if they are given.
-
-    Raises ``DataError`` when the folder is missing, incomplete, of another version, damaged, or does not fit the model.
-    """
-    manifest = read_manifest(folder)
-    if sequence_length is not None and manifest.sequence_length != sequence_length:
-        raise DataError(
-            f"{folder} has rows of {manifest.sequence_length} tokens, the model expects {sequence_length}. "
-            f"Set model.sequence_length={manifest.sequence_length}, or prepare the data with --sequence-length {sequence_length}."
-        )
-    if vocab_size is not None and manifest.vocab_size > vocab_size:
-        raise DataError(
-            f"{folder} has {manifest.vocab_size} token ids, the model knows {vocab_size}. Set model.vocab_size={manifest.vocab_size}."
-        )
-    tokenizer = load_tokenizer(manifest.tokenizer, folder)
-    if tokenizer.digest != manifest.tokenizer_digest:
-        raise DataError(f"The tokenizer in {folder} is not the one its rows were made with. Prepare the data again with --force.")
-    return Prepared(folder, manifest, tokenizer)
-
-
-def rows(prepared: Prepared, split: Split) -> RowSource:
-    """Random access to the stored rows of a split. Raises ``DataError`` when its file is missing or damaged."""
-    return RowSource(record_file(prepared.folder, split), prepared.manifest.split(split).rows, np.dtype(prepared.manifest.dtype))
 
 
 class BatchIterator(ABC):
@@ -156,6 +117,18 @@ class BatchIterator(ABC):
         self.close()
         self._samples = samples
 
+    def _request(self) -> dict[str, Any]:
+        """What decides the global batches, as a JSON value."""
+        return {
+            "folder": str(self._prepared.folder.absolute()),
+            "digest": self._prepared.manifest.digest,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "global_batch_size": self._layout.global_batch_size,
+            "data_size": self._layout.data_size,
+            "micro_batch_size": self._layout.micro_batch_size,
+        }
+
 
 class TrainIterator(BatchIterator):
     """Batches assembled by a thread of this process. Of the processes of a host, each reads its own rows."""
@@ -163,7 +136,7 @@ class TrainIterator(BatchIterator):
     def __init__(self, prepared: Prepared, **layout: Any):
         """``layout`` is that of ``BatchIterator``."""
         super().__init__(prepared, **layout)
-        self._rows = rows(prepared, "train")
+        self._rows = stored_rows(prepared.folder, prepared.manifest, "train")
         self._offsets = self._layout.offsets()
         self._batches: grain.DatasetIterator | None = None
 
@@ -204,7 +177,7 @@ def held_out_batches(
     Raises ``DataError`` at once for a bad layout or a damaged file.
     """
     offsets = BatchLayout(global_batch_size, data_size, tuple(data_indices), micro_batch_size).offsets()
-    source = rows(prepared, "held_out")
+    source = stored_rows(prepared.folder, prepared.manifest, "held_out")
     total = -(-len(source) // global_batch_size)
     steps: Iterable[int] = range(total if batches is None else min(batches, total))
     return (_assemble(prepared, source, step * global_batch_size + offsets) for step in steps)
