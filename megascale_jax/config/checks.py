@@ -26,7 +26,9 @@ def check(experiment: Experiment) -> None:
         raise ConfigError(f"{title}: {problems[0]}" if len(problems) == 1 else "\n  - ".join([f"{title}:", *problems]))
 
 
-RESUMABLE = ("train.steps", "train.gc_every", "train.evaluation", "train.checkpoint", "train.logging", "train.sample_prompt")
+RESUMABLE = (
+    "train.steps", "train.gc_every", "train.evaluation", "train.checkpoint", "train.logging", "train.sample_prompt", "train.data.loader",
+)  # fmt: skip
 """What may change between a run and its resumption; everything else decides the numbers or the shape of the state."""
 
 

@@ -195,6 +195,9 @@ class DataConfig(Section):
     )
     tokenizer: str = Field(default="bytes", description="`bytes` or a Hugging Face tokenizers JSON file")
     shuffle: bool = Field(default=True, description="shuffle rows by train.seed, anew each epoch")
+    loader: Literal["process", "thread"] = Field(
+        default="process", description="who reads rows: one process for all ranks of a host, or a thread in each rank"
+    )
 
 
 class EvaluationConfig(Section):

@@ -10,6 +10,7 @@ checkpoint and repeats the same steps bit for bit.
 """
 
 import gc
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ import numpy as np
 
 from megascale_jax.checkpoint.store import CheckpointStore, read_description
 from megascale_jax.config.schema import Experiment
-from megascale_jax.data.pipeline import Prepared, TrainIterator, held_out_batches
+from megascale_jax.data.pipeline import BatchIterator, held_out_batches
+from megascale_jax.data.prepared import Prepared
 from megascale_jax.model.flops import count_parameters, flops_per_token
 from megascale_jax.observe.metrics import EVENT_RESUME, EVENT_SKIP, MetricsWriter
 from megascale_jax.observe.progress import TrainingProgress
@@ -28,6 +30,7 @@ from megascale_jax.observe.provenance import library_versions, source_commit
 from megascale_jax.observe.summary import RunSummary, write_summary
 from megascale_jax.observe.throughput import Throughput
 from megascale_jax.parallel.plan import VOTE_PARTITION, Plan, make_plan
+from megascale_jax.train.batches import train_batches
 from megascale_jax.train.folder import RunFolder
 from megascale_jax.train.peak import peak_flops
 from megascale_jax.train.saved import abstract_saved, restored_state, to_saved
@@ -60,6 +63,7 @@ class Trainer:
         self.throughput = Throughput(experiment.tokens_per_step, flops_per_token(experiment.model, "full"), self.peak)
         self.is_first = jax.process_index() == 0
         self.skipped = 0
+        self.data_wait_s = 0.0
         self.commit = source_commit()
         self._to_saved = jax.jit(lambda state: to_saved(self.plan, state))
         if self.is_first:
@@ -78,7 +82,7 @@ class Trainer:
         with (
             self.folder.locked() if self.is_first else nullcontext(),
             closing(self.store),  # an error in the loop must not lose the save in flight
-            TrainIterator(self.prepared, seed=train.seed, shuffle=train.data.shuffle, **self._batch_layout) as batches,
+            train_batches(self.prepared, train, self._batch_layout) as batches,
         ):
             resumed_from, state = self._begin(batches)
             if self.is_first:
@@ -116,7 +120,7 @@ class Trainer:
             "micro_batch_size": self.experiment.parallel.micro_batch_size,
         }
 
-    def _begin(self, batches: TrainIterator) -> tuple[int | None, TrainState]:
+    def _begin(self, batches: BatchIterator) -> tuple[int | None, TrainState]:
         latest = self.store.latest()
         if latest is None:
             return None, initial_state(self.plan, self.steps.optimizer, self.experiment.train.seed)
@@ -124,17 +128,21 @@ class Trainer:
         saved = self.store.restore(latest, abstract_saved(self.plan))
         return latest, restored_state(self.plan, self.steps.optimizer, saved)
 
-    def _loop(self, state: TrainState, first: int, batches: TrainIterator, stop: Any) -> tuple[int, TrainState]:
+    def _loop(self, state: TrainState, first: int, batches: BatchIterator, stop: Any) -> tuple[int, TrainState]:
         train = self.experiment.train
-        unread: tuple[int, dict[str, jax.Array]] | None = None
+        unread: tuple[int, dict[str, Any]] | None = None
         step, stopping = first, False
         while step < train.steps and not stopping:
-            batch = place_batch(self.plan, next(batches))
+            asked_at = time.monotonic()
+            rows = next(batches)
+            data_wait_s = time.monotonic() - asked_at
+            batch = place_batch(self.plan, rows)
             state, metrics = self.steps.train(state, batch, self._votes(stop.asked))
             step += 1
             if unread is not None:
+                # Before the next batch is asked for: the rows of the one before the last may be overwritten then.
                 stopping = self._read(*unread)
-            unread = (step, metrics)
+            unread = (step, metrics | {"data_wait_s": data_wait_s})
             evaluates = _is_due(step, train.evaluation.every) and step < train.steps
             saves = _is_due(step, train.checkpoint.every) or step == train.steps
             if step % train.gc_every == 0:
@@ -158,10 +166,12 @@ class Trainer:
         local = np.full(len([d for d in self.plan.mesh.devices.flat if d.process_index == jax.process_index()]), int(asked), np.int32)
         return jax.make_array_from_process_local_data(self.plan.sharding(VOTE_PARTITION), local)
 
-    def _read(self, step: int, metrics: dict[str, jax.Array]) -> bool:
+    def _read(self, step: int, metrics: dict[str, Any]) -> bool:
         """Wait for a step's numbers, show and write them; whether a rank has asked to stop."""
         values = {key: float(value) for key, value in metrics.items()}
         self.throughput.step_done()
+        if self.throughput.tokens_per_s is not None:  # the first step waits for the loader to start, and is not measured
+            self.data_wait_s += values["data_wait_s"]
         if values["skipped"]:
             self.skipped += 1
             self._event(step, EVENT_SKIP)
@@ -178,6 +188,7 @@ class Trainer:
                     "skipped": values["skipped"],
                     "tokens_per_s": self.throughput.tokens_per_s,
                     "mfu": self.throughput.mfu,
+                    "data_wait_s": values["data_wait_s"],
                 },
             )
         assert self.progress is not None
@@ -191,7 +202,7 @@ class Trainer:
             self.metrics.evaluation(step, {"loss": loss})
         self._say(f"step {step}: held-out loss {loss:.4f}")
 
-    def _save(self, step: int, state: TrainState, batches: TrainIterator) -> None:
+    def _save(self, step: int, state: TrainState, batches: BatchIterator) -> None:
         failed = self.store.errors
         description = {
             "experiment": self.experiment.model_dump_json(),
@@ -219,6 +230,7 @@ class Trainer:
             peak_flops=self.peak,
             checkpoint_errors=self.store.errors,
             skipped_steps=self.skipped,
+            data_wait_fraction=self.data_wait_s / measured.measured_s if measured.measured_s else None,
             data_digest=self.prepared.manifest.digest,
             commit=self.commit,
             versions=library_versions(),

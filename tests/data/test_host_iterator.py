@@ -290,6 +290,7 @@ def start_ranks(prepared: Prepared, name: str, size: int) -> list[subprocess.Pop
 
 
 def loader_pid(rank_0: subprocess.Popen) -> int:
+    assert rank_0.stdout is not None and rank_0.stderr is not None
     for line in rank_0.stdout:
         if line.startswith("loader"):
             return int(line.split()[1])
