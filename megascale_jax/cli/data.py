@@ -123,7 +123,7 @@ def _print_rows(console: "Console", found: "Inspection") -> None:
     from rich.text import Text
 
     for row in found.shown:
-        console.print(Text(f"row {row.index}: {row.tokens:,} tokens, parts of {len(row.segments)} documents", style="bold"))
+        console.print(Text(f"row {row.index}: {row.tokens:,} tokens, documents or parts of them: {len(row.segments)}", style="bold"))
         for number, segment in enumerate(row.segments):
             if number:
                 console.print(Rule("end of document", characters="-", style="cyan"))
