@@ -9,7 +9,8 @@ import numpy as np
 
 from megascale_jax.data.batch import BatchLayout, assemble
 from megascale_jax.data.manifest import read_manifest
-from megascale_jax.data.order import RowOrder, SampleOrder
+from megascale_jax.data.mixture import join_rows, make_order
+from megascale_jax.data.order import Phase
 from megascale_jax.data.prepared import stored_rows
 from megascale_jax.data.shared_memory import Ring, RingShape, make_ring_file
 from megascale_jax.errors import DataError
@@ -23,12 +24,16 @@ class HostBatches:
 
         Raises ``DataError`` when the data is not what it was when it was asked for, or when memory for the ring is short.
         """
-        folder = Path(request["folder"])
-        self._manifest = read_manifest(folder)
-        if self._manifest.digest != request["digest"]:
-            raise DataError(f"{folder} has changed since this run opened it: digest {self._manifest.digest}, then {request['digest']}.")
-        self._rows = stored_rows(folder, self._manifest, "train")
-        self._order: SampleOrder = RowOrder(self._manifest.train.rows, request["seed"], request["shuffle"])
+        manifests = []
+        for name, digest in zip(request["folders"], request["digests"], strict=True):
+            manifests.append(manifest := read_manifest(Path(name)))
+            if manifest.digest != digest:
+                raise DataError(f"{name} has changed since this run opened it: digest {manifest.digest}, then {digest}.")
+        self._rows = join_rows([stored_rows(Path(name), m, "train") for name, m in zip(request["folders"], manifests, strict=True)])
+        sizes = [(name, manifest.train.rows) for name, manifest in zip(request["names"], manifests, strict=True)]
+        phases = None if request["phases"] is None else [Phase(begin, tuple(weights)) for begin, weights in request["phases"]]
+        self._order = make_order(sizes, phases, request["seed"], request["shuffle"])
+        self._manifest = manifests[0]
         self.global_batch_size: int = request["global_batch_size"]
         indices = tuple(sorted({index for block in blocks for index in block}))
         size = request["micro_batch_size"]

@@ -14,6 +14,7 @@ from typing import Any
 from megascale_jax.data.batch import Batch
 from megascale_jax.data.host import HostGroup
 from megascale_jax.data.loader_client import LoaderClient
+from megascale_jax.data.mixture import TrainingData
 from megascale_jax.data.pipeline import BatchIterator
 from megascale_jax.data.prepared import Prepared
 
@@ -27,9 +28,9 @@ _HELD = 2
 class HostIterator(BatchIterator):
     """Batches from the loader of this host. Every process of ``group`` makes one, for the same data and at the same position."""
 
-    def __init__(self, prepared: Prepared, *, group: HostGroup, limit_s: float = LIMIT_S, **layout: Any):
+    def __init__(self, data: TrainingData | Prepared, *, group: HostGroup, limit_s: float = LIMIT_S, **layout: Any):
         """``layout`` is that of ``BatchIterator``. Nothing is started before the first ``next``."""
-        super().__init__(prepared, **layout)
+        super().__init__(data, **layout)
         self._group, self._limit_s = group, limit_s
         self._client: LoaderClient | None = None
 

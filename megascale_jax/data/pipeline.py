@@ -17,9 +17,10 @@ from typing import Any, Self
 import grain
 import numpy as np
 
-from megascale_jax.data.batch import Batch, BatchLayout, Rows, assemble
-from megascale_jax.data.order import RowOrder, SampleOrder
-from megascale_jax.data.prepared import Prepared, stored_rows
+from megascale_jax.data.batch import Batch, BatchLayout, assemble
+from megascale_jax.data.mixture import TrainingData, as_training_data
+from megascale_jax.data.order import past_phases
+from megascale_jax.data.prepared import Prepared
 from megascale_jax.errors import DataError
 
 _READ_THREADS = 1
@@ -28,6 +29,13 @@ _READ_THREADS = 1
 _BATCHES_AHEAD = 3
 _PROBED_IDS = 4
 _ENDLESS = 1 << 62
+_CAUSES = {
+    "digest": "other prepared data",
+    "seed": "another train.seed",
+    "shuffle": "another train.data.shuffle",
+    "mixture": "other weights before this step, as [from sample, weight] of each source; only those of later steps may change",
+}
+"""What it means when a key of the state differs."""
 
 
 class BatchIterator(ABC):
@@ -39,7 +47,7 @@ class BatchIterator(ABC):
 
     def __init__(
         self,
-        prepared: Prepared,
+        data: TrainingData | Prepared,
         *,
         global_batch_size: int,
         data_size: int,
@@ -48,11 +56,11 @@ class BatchIterator(ABC):
         seed: int,
         shuffle: bool = True,
     ):
-        self._prepared = prepared
+        self._data = as_training_data(data)
         self._layout = BatchLayout(global_batch_size, data_size, tuple(data_indices), micro_batch_size)
         self._seed = seed
         self._shuffle = shuffle
-        self._order: SampleOrder = RowOrder(prepared.manifest.train.rows, seed, shuffle)
+        self._order = self._data.train_order(seed, shuffle)
         self._samples = 0
 
     def __iter__(self) -> Self:
@@ -84,33 +92,38 @@ class BatchIterator(ABC):
 
     def state(self) -> dict[str, Any]:
         """The position after the last batch handed out, as a small JSON value; the same for every process."""
-        return {
-            "samples": self._samples,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "digest": self._prepared.manifest.digest,
-            "next_ids": self._order.ids(self._samples + np.arange(_PROBED_IDS)).tolist(),
-        }
+        return self._state_at(self._samples)
+
+    def _state_at(self, samples: int) -> dict[str, Any]:
+        """Nothing here depends on what a change of weights does from ``samples`` on: that may be changed before it comes."""
+        next_ids = self._order.before(samples).ids(samples + np.arange(_PROBED_IDS)).tolist()
+        state = {"samples": samples, "seed": self._seed, "shuffle": self._shuffle, "digest": self._data.digest, "next_ids": next_ids}
+        if self._data.phases is not None:
+            past = past_phases(self._data.phases, samples)
+            state["mixture"] = {name: [[p.begin, p.weights[index]] for p in past] for index, name in enumerate(self._data.sources)}
+        return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on after the batch that ``state`` was taken at; batch and data-parallel sizes may have changed.
 
         Raises ``DataError`` when the state is of other data, of another seed or order, or is none. The iterator is then unchanged.
         """
-        own = self.state()
+        samples = state.get("samples")
+        if not isinstance(samples, int) or samples < 0:
+            raise DataError(f"A data state counts samples from 0, this one has {samples!r}: it is damaged.")
+        own = self._state_at(samples)
+        if ("mixture" in state) != ("mixture" in own):
+            before, now = ("a mixture", "a single source") if "mixture" in state else ("a single source", "a mixture")
+            raise DataError(f"The checkpoint was trained on {before}, this run has {now}. Resume with the same data, or start a new run.")
         if set(state) != set(own):
             raise DataError(f"A data state has the keys {sorted(own)}, this one has {sorted(state)}: it is of another version.")
-        causes = {"digest": "other prepared data", "seed": "another train.seed", "shuffle": "another train.data.shuffle"}
-        for key, cause in causes.items():
-            if state[key] != own[key]:
+        for key, cause in _CAUSES.items():
+            if state.get(key) != own.get(key):
                 raise DataError(
                     f"The checkpoint was trained on {cause} ({key} {state[key]}, now {own[key]}). "
                     "Resume with the same one, or start a new run."
                 )
-        samples = state["samples"]
-        if not isinstance(samples, int) or samples < 0:
-            raise DataError(f"A data state counts samples from 0, this one has {samples!r}: it is damaged.")
-        if self._order.ids(samples + np.arange(_PROBED_IDS)).tolist() != list(state["next_ids"]):
+        if own["next_ids"] != list(state["next_ids"]):
             raise DataError(
                 "The installed grain shuffles in another order than the one this checkpoint was trained with. Install that version."
             )
@@ -120,8 +133,7 @@ class BatchIterator(ABC):
     def _request(self) -> dict[str, Any]:
         """What decides the global batches, as a JSON value."""
         return {
-            "folder": str(self._prepared.folder.absolute()),
-            "digest": self._prepared.manifest.digest,
+            **self._data.request(),
             "seed": self._seed,
             "shuffle": self._shuffle,
             "global_batch_size": self._layout.global_batch_size,
@@ -133,10 +145,10 @@ class BatchIterator(ABC):
 class TrainIterator(BatchIterator):
     """Batches assembled by a thread of this process. Of the processes of a host, each reads its own rows."""
 
-    def __init__(self, prepared: Prepared, **layout: Any):
+    def __init__(self, data: TrainingData | Prepared, **layout: Any):
         """``layout`` is that of ``BatchIterator``."""
-        super().__init__(prepared, **layout)
-        self._rows = stored_rows(prepared.folder, prepared.manifest, "train")
+        super().__init__(data, **layout)
+        self._rows = self._data.rows("train")
         self._offsets = self._layout.offsets()
         self._batches: grain.DatasetIterator | None = None
 
@@ -156,14 +168,14 @@ class TrainIterator(BatchIterator):
 
         def assemble_step(step: int) -> Batch:
             ids = self._order.ids(start + step * self._layout.global_batch_size + self._offsets)
-            return _assemble(self._prepared, self._rows, ids)
+            return assemble(self._rows, ids, self._data.sequence_length, self._data.end_of_document)
 
         options = grain.ReadOptions(num_threads=_READ_THREADS, prefetch_buffer_size=_BATCHES_AHEAD)
         return iter(grain.MapDataset.range(_ENDLESS).map(assemble_step).to_iter_dataset(options))
 
 
 def held_out_batches(
-    prepared: Prepared,
+    data: TrainingData | Prepared,
     *,
     global_batch_size: int,
     data_size: int,
@@ -173,15 +185,13 @@ def held_out_batches(
 ) -> Iterator[Batch]:
     """The held-out split in order, in batches of the train shapes: all of it, or the first ``batches`` global batches.
 
-    Every process gets the same number of batches; the last one is filled up with rows of padding (no target, segment 0).
-    Raises ``DataError`` at once for a bad layout or a damaged file.
+    Of a mixture, all its held-out rows, whatever the weights. Every process gets the same number of batches; the last one is
+    filled up with rows of padding (no target, segment 0). Raises ``DataError`` at once for a bad layout or a damaged file.
     """
     offsets = BatchLayout(global_batch_size, data_size, tuple(data_indices), micro_batch_size).offsets()
-    source = stored_rows(prepared.folder, prepared.manifest, "held_out")
+    data = as_training_data(data)
+    source, order = data.rows("held_out"), data.held_out_order()
     total = -(-len(source) // global_batch_size)
+    padded = np.append(order, np.full(total * global_batch_size - len(order), len(order)))
     steps: Iterable[int] = range(total if batches is None else min(batches, total))
-    return (_assemble(prepared, source, step * global_batch_size + offsets) for step in steps)
-
-
-def _assemble(prepared: Prepared, source: Rows, ids: np.ndarray) -> Batch:
-    return assemble(source, ids, prepared.manifest.sequence_length, prepared.manifest.end_of_document)
+    return (assemble(source, padded[step * global_batch_size + offsets], data.sequence_length, data.end_of_document) for step in steps)

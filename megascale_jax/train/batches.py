@@ -12,21 +12,22 @@ from megascale_jax.comm.init import Processes
 from megascale_jax.config.schema import TrainConfig
 from megascale_jax.data.host import HostGroup, host_group, host_identity
 from megascale_jax.data.host_iterator import HostIterator
+from megascale_jax.data.mixture import TrainingData
 from megascale_jax.data.pipeline import BatchIterator, TrainIterator
 from megascale_jax.data.prepared import Prepared
 
 _IDENTITY_BYTES = 16
 
 
-def train_batches(prepared: Prepared, train: TrainConfig, layout: Mapping[str, Any]) -> BatchIterator:
+def train_batches(data: TrainingData | Prepared, train: TrainConfig, layout: Mapping[str, Any]) -> BatchIterator:
     """The batches of this process, by ``train.data.loader``; all processes call it together.
 
     Raises DataError when the layout does not fit the batch, or the launcher's local ranks cannot be.
     """
     options: dict[str, Any] = {"seed": train.seed, "shuffle": train.data.shuffle, **layout}
     if train.data.loader == "thread":
-        return TrainIterator(prepared, **options)
-    return HostIterator(prepared, group=_group(), **options)
+        return TrainIterator(data, **options)
+    return HostIterator(data, group=_group(), **options)
 
 
 def _group() -> HostGroup:

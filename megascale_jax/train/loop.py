@@ -21,6 +21,7 @@ import numpy as np
 
 from megascale_jax.checkpoint.store import CheckpointStore, read_description
 from megascale_jax.config.schema import Experiment
+from megascale_jax.data.mixture import TrainingData, as_training_data
 from megascale_jax.data.pipeline import BatchIterator, held_out_batches
 from megascale_jax.data.prepared import Prepared
 from megascale_jax.model.flops import count_parameters, flops_per_token
@@ -51,12 +52,12 @@ class Outcome:
 class Trainer:
     """One process's part of a run. `comm.init.start` has been called; `run` may be called once."""
 
-    def __init__(self, experiment: Experiment, folder: RunFolder, prepared: Prepared, *, fresh: bool = False):
+    def __init__(self, experiment: Experiment, folder: RunFolder, prepared: TrainingData | Prepared, *, fresh: bool = False):
         """Plan the run and make its folder; ``fresh`` removes an earlier run there first.
 
         Raises ConfigError when the plan does not fit the devices; nothing has been written then.
         """
-        self.experiment, self.folder, self.prepared = experiment, folder, prepared
+        self.experiment, self.folder, self.prepared = experiment, folder, as_training_data(prepared)
         self.plan: Plan = make_plan(experiment, jax.devices())
         self.steps = make_steps(experiment, self.plan)
         self.peak = peak_flops(experiment, self.plan.mesh.size)
@@ -70,7 +71,7 @@ class Trainer:
             if fresh:
                 folder.clear()
             folder.create(experiment)
-            self.tokenizer = prepared.tokenizer.save(folder.path)
+            self.tokenizer = self.prepared.tokenizer.save(folder.path)
         _wait_for_all("run folder")
         self.metrics: MetricsWriter | None = None
         self.progress: TrainingProgress | None = None
@@ -219,8 +220,8 @@ class Trainer:
         measured = self.throughput.summary()
         summary = RunSummary(
             validation_loss=loss,
-            unigram_nats=self.prepared.manifest.unigram_nats,
-            bigram_nats=self.prepared.manifest.bigram_nats,
+            unigram_nats=self.prepared.unigram_nats,
+            bigram_nats=self.prepared.bigram_nats,
             tokens_per_s=measured.tokens_per_s,
             mfu=measured.mfu,
             steps=step,
@@ -231,7 +232,7 @@ class Trainer:
             checkpoint_errors=self.store.errors,
             skipped_steps=self.skipped,
             data_wait_fraction=self.data_wait_s / measured.measured_s if measured.measured_s else None,
-            data_digest=self.prepared.manifest.digest,
+            data_digest=self.prepared.digest,
             commit=self.commit,
             versions=library_versions(),
         )

@@ -27,4 +27,5 @@ def test_runs_on_one_machine_have_loaders_of_their_own(prepared):
     train = experiment(2, 1, train={"data": DataConfig(source="unused")}).train
     with train_batches(prepared, train, LAYOUT) as one, train_batches(prepared, train, LAYOUT) as other:
         assert np.array_equal(next(one)["tokens"], next(other)["tokens"])
+        assert isinstance(one, HostIterator) and isinstance(other, HostIterator)
         assert one.loader_pid != other.loader_pid
