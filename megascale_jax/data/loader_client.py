@@ -29,6 +29,9 @@ from megascale_jax.data.shared_memory import Ring, RingShape
 from megascale_jax.data.wire import Connection, Message, connect, listen
 from megascale_jax.errors import DataError
 
+COMMAND = (sys.executable, "-P", "-m", "megascale_jax.data.loader")
+"""Starts a loader; its arguments follow."""
+
 MAX_DEATHS = 3
 """Deaths in a row that are mended."""
 
@@ -74,7 +77,7 @@ class LoaderProcess:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         sign_of_life, held_by_loader = os.pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "megascale_jax.data.loader", *self._arguments],
+            [*COMMAND, *self._arguments],
             stdin=subprocess.PIPE,
             stdout=self._words,
             stderr=self._words,

@@ -42,7 +42,7 @@ def test_each_source_is_within_one_of_its_share_after_any_number_of_samples(own)
         assert given_so_far[total - 1] == weight
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(schedules(), st.booleans(), st.integers(0, 5))
 def test_order_is_what_walking_from_the_start_gives(schedule, shuffle, seed):
     """Also: no sample of a source is repeated or skipped over changes, and every place can be had directly."""
