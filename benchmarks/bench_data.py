@@ -50,8 +50,8 @@ Command = Any
 
 def main(
     json_path: Annotated[Path, typer.Option("--json", help="file for every number")],
-    rounds: Annotated[int, typer.Option(min=1, help="rounds of hand-over and memcpy in turn")] = 5,
-    batches: Annotated[int, typer.Option(min=4, help="batches of a round")] = 40,
+    rounds: Annotated[int, typer.Option(min=1, help="rounds of hand-over and memcpy in turn")] = 15,
+    batches: Annotated[int, typer.Option(min=4, help="batches of a round")] = 16,
 ) -> None:
     """Measure, print and write JSON."""
     record: dict[str, Any] = birth_certificate(ROOT, f"python benchmarks/bench_data.py --json PATH --rounds {rounds} --batches {batches}")
@@ -65,11 +65,10 @@ def main(
     record["load_after"] = os.getloadavg()
     json_path.write_text(json.dumps(record, indent=1) + "\n")
     for row in record["storage"]:
-        print(f"{row['ranks']}: loader {row['loader_x']:.2f}x the bytes of the rows, each rank for itself {row['alone_x']:.2f}x")
+        print(f"{row['ranks']}: with a loader {row['loader_x']:.2f}x what one reader asks for, each for itself {row['alone_x']:.2f}x")
     own = record["hand_over"]
-    print(
-        f"hand-over: {own['ratio']:.2f} of memcpy (median; {min(own['ratios']):.2f} to {max(own['ratios']):.2f}) at {own['readers']} readers"
-    )
+    spread = f"{min(own['ratios']):.2f} to {max(own['ratios']):.2f}"
+    print(f"hand-over: {own['ratio']:.2f} of memcpy (median; {spread}) at {own['readers']} readers")
     print(f"waiting for data: {record['waiting']['fraction']:.2%} of steps of {STEP_S} s")
 
 
