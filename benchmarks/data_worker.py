@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megascale_jax.data import host_batches, loader, loader_client
+from megascale_jax.data import host_batches, loader, loader_process
 from megascale_jax.data.batch import BATCH_KEYS, Batch, BatchLayout, assemble
 from megascale_jax.data.host import HostGroup
 from megascale_jax.data.loader_client import LoaderClient
@@ -52,7 +52,7 @@ class Rank:
         self._samples = 0
         self._private: list[Batch] = []
         if wanted["from_memory"]:
-            loader_client.COMMAND = (sys.executable, "-P", str(Path(__file__).resolve()), "loader")
+            loader_process.COMMAND = (sys.executable, "-P", str(Path(__file__).resolve()), "loader")
 
     def answer(self, what: str, count: int, sleep_s: float = 0.0) -> dict[str, Any]:
         """Carry out a command; wall seconds, bytes read by this process, and the loader's process id on rank 0."""
