@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 from megascale_jax.data.host import HostGroup
 from megascale_jax.data.wire import Connection, listen
@@ -51,7 +52,7 @@ class LoaderProcess:
         self._words.seek(0)
         self._words.truncate()
         # It must find the modules that this process finds, wherever it found them.
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
         sign_of_life, held_by_loader = os.pipe()
         self._process = subprocess.Popen(
             [*COMMAND, *self._arguments],

@@ -43,6 +43,7 @@ def request_of(make_prepared):
 
 def hello(name: str, rank: int, request: dict, samples: int, again: bool) -> Connection:
     connection = connect(name)
+    connection._socket.settimeout(LIMIT_S)
     message = {"kind": "hello", "rank": rank, "request": request, "data_indices": [rank], "samples": samples, "again": again}
     connection.send(message)
     return connection
