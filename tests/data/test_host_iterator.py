@@ -333,8 +333,10 @@ def test_hundred_kills_of_loaders_and_ranks_leave_nothing_behind(prepared, name)
     memory_before = shared_memory_bytes()
     kills, loaders = 0, set()
     rng = np.random.default_rng(0)
+    socket_name = wire._address(name).decode().replace("\0", "@")
     with Host(prepared, name, [[0, 1, 2, 3]], **own) as host:
         host.check()
+        assert socket_name in Path("/proc/net/unix").read_text()
         while kills < 80:
             pid = host.ranks[0].loader_pid
             if pid not in loaders:
@@ -359,7 +361,7 @@ def test_hundred_kills_of_loaders_and_ranks_leave_nothing_behind(prepared, name)
     for pid in loaders:
         wait_until_gone(pid)
     assert shared_memory_names() - names_before == set()
-    assert wire._address(name).decode().replace("\0", "@") not in Path("/proc/net/unix").read_text()
+    assert socket_name not in Path("/proc/net/unix").read_text()
     assert shared_memory_bytes() - memory_before < 100 * 2**20
 
 
