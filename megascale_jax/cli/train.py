@@ -41,8 +41,7 @@ def train(
     # JAX is imported from here on, after everything that can be refused without it.
     from megascale_jax.comm.init import Processes, cache_folder, check_platform, start
     from megascale_jax.config.layout import MeshShape
-    from megascale_jax.data.pipeline import open_prepared
-    from megascale_jax.data.select import prepare_if_missing
+    from megascale_jax.data.select import open_training_data
     from megascale_jax.train.folder import RunFolder
 
     folder = RunFolder(run_folder or Path("runs") / resolved.name)
@@ -59,15 +58,13 @@ def train(
                 _show_finished(console, folder, summary, command, json)
             return
     check_platform(resolved.system.platform)
-    model = resolved.model
-    data_folder = prepare_if_missing(resolved.train.data, model.sequence_length, cache_folder() / "data", processes.index == 0)
-    prepared = open_prepared(data_folder, sequence_length=model.sequence_length, vocab_size=model.vocab_size)
+    data = open_training_data(resolved, cache_folder() / "data", progress=processes.index == 0)
     start(resolved.system, MeshShape.of(resolved.parallel).size, processes)
     from megascale_jax.train.loop import Trainer
     from megascale_jax.train.stop import StopRequest
 
     with StopRequest() as stop:
-        trainer = Trainer(resolved, folder, prepared, fresh=fresh)
+        trainer = Trainer(resolved, folder, data, fresh=fresh)
         if processes.index == 0:
             _show_start(console, resolved, folder, trainer.peak)
         outcome = trainer.run(stop)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from megascale_jax.config.difference import Difference
 from megascale_jax.config.layout import MeshShape, round_up, virtual_stages_of
 from megascale_jax.config.memory import GIB, state_bytes
-from megascale_jax.config.schema import TRITON_HEAD_SIZES, Experiment, ModelConfig, ParallelConfig
+from megascale_jax.config.schema import TRITON_HEAD_SIZES, DataConfig, Experiment, ModelConfig, ParallelConfig, SourceConfig
 from megascale_jax.config.stages import place_layers
 from megascale_jax.errors import ConfigError
 
@@ -28,11 +28,12 @@ def check(experiment: Experiment) -> None:
 
 RESUMABLE = (
     *("train.steps", "train.gc_every", "train.evaluation", "train.checkpoint", "train.logging", "train.sample_prompt"),
-    *("parallel", "system"),
+    *("train.data.loader", "train.data.weights_at", "parallel", "system"),
 )
 """What may change between a run and its resumption; everything else decides what is learned, or the shape of the state.
 
-Any checkpoint loads on any mesh; on another one, sums are rounded in another order.
+Any checkpoint loads on any mesh; on another one, sums are rounded in another order. Weights of a mixture may change from now on;
+that the past ones are as they were is checked against the checkpoint's data state.
 """
 
 
@@ -162,10 +163,33 @@ def _training(experiment: Experiment) -> Iterator[str]:
     source = f"train.steps {train.steps}" if decay is None else f"train.schedule.decay_steps {decay}"
     if warmup >= (decay or train.steps):
         yield f"train.schedule.warmup_steps {warmup} is not below {source}; shorten the warm-up or train longer"
-    if train.data.source is None and train.data.prepared is None:
+
+
+def _data(experiment: Experiment) -> Iterator[str]:
+    data = experiment.train.data
+    if data.mixture is not None:
+        yield from _mixture(data, data.mixture)
+        return
+    if data.weights_at:
+        yield "train.data.weights_at changes the weights of a mixture, but train.data.mixture is null; name the sources there"
+    if data.source is None and data.prepared is None:
         yield "train.data has neither source nor prepared; set train.data.source=FILE_OR_FOLDER, or train.data.source=stdlib to try"
-    if train.data.source is not None and train.data.prepared is not None:
+    if data.source is not None and data.prepared is not None:
         yield "train.data has both source and prepared; set train.data.prepared=null to prepare the source, else train.data.source=null"
+
+
+def _mixture(data: DataConfig, mixture: dict[str, SourceConfig]) -> Iterator[str]:
+    if data.source is not None or data.prepared is not None:
+        yield "train.data has a mixture and also source or prepared; set train.data.source=null and train.data.prepared=null"
+    if not any(source.weight for source in mixture.values()):
+        yield "train.data.mixture has no source with a weight above 0; give one"
+    for name, source in mixture.items():
+        if (source.source is None) == (source.prepared is None):
+            has = "neither source nor prepared" if source.source is None else "both source and prepared"
+            yield f"train.data.mixture.{name} has {has}; give one of them"
+    for step, weights in data.weights_at.items():
+        if unknown := sorted(set(weights) - set(mixture)):
+            yield f"train.data.weights_at.{step} names {', '.join(unknown)}; the sources are {', '.join(sorted(mixture))}"
 
 
 def _kernels(experiment: Experiment) -> Iterator[str]:
@@ -211,4 +235,4 @@ def _memory(experiment: Experiment) -> Iterator[str]:
         )
 
 
-_RULES = (_heads, _block, _batch, _pipeline, _limits, _node, _training, _kernels, _memory)
+_RULES = (_heads, _block, _batch, _pipeline, _limits, _node, _training, _data, _kernels, _memory)

@@ -69,7 +69,7 @@ def expectation(annotation: Any, metadata: Iterable[object] = ()) -> str:
         return " or ".join(str(argument) for argument in arguments)
     if origin is tuple:
         return f"a list of ({expectation(arguments[0])})"
-    if section_type(annotation):
+    if section_type(annotation) or origin is dict:
         return "a mapping"
     words = _PLAIN.get(annotation, str(annotation))
     if annotation not in (int, float):

@@ -186,6 +186,14 @@ class ScheduleConfig(Section):
     final_fraction: Annotated[float, Field(ge=0, le=1)] = Field(default=0.1, description="last learning rate / peak (cosine)")
 
 
+class SourceConfig(Section):
+    """One source of a mixture."""
+
+    prepared: str | None = Field(default=None, description="folder made by `megascale data prepare`; null: prepare `source` at start")
+    source: str | None = Field(default=None, description="corpus to prepare, as train.data.source")
+    weight: Annotated[float, Field(ge=0)] = Field(description="share of the rows, relative to the other sources; 0: none for now")
+
+
 class DataConfig(Section):
     """Where rows come from."""
 
@@ -194,7 +202,16 @@ class DataConfig(Section):
         default=None, description="corpus to prepare: a file, a folder, or `stdlib` (Python's own library, no download)"
     )
     tokenizer: str = Field(default="bytes", description="`bytes` or a Hugging Face tokenizers JSON file")
+    mixture: dict[str, SourceConfig] | None = Field(
+        default=None, description="several sources instead of one: NAME: {prepared: FOLDER or source: CORPUS, weight: NUMBER}, ..."
+    )
+    weights_at: dict[Positive, dict[str, Annotated[float, Field(ge=0)]]] = Field(
+        default={}, description="weights of the mixture from a step on: STEP: {NAME: NUMBER, ...}; names left out keep theirs"
+    )
     shuffle: bool = Field(default=True, description="shuffle rows by train.seed, anew each epoch")
+    loader: Literal["process", "thread"] = Field(
+        default="process", description="who reads rows: one process for all ranks of a host, or a thread in each rank"
+    )
 
 
 class EvaluationConfig(Section):

@@ -10,24 +10,18 @@ restored iterator goes on with exactly the next one. Restoring the state of othe
 shuffle that orders rows differently than the one that wrote it is a ``DataError``, never a silent reshuffle.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import grain
 import numpy as np
 
-from megascale_jax.data.manifest import Manifest, Split, read_manifest, record_file
-from megascale_jax.data.rows import RowSource
-from megascale_jax.data.tokenizer import Tokenizer, load_tokenizer
+from megascale_jax.data.batch import Batch, BatchLayout, assemble
+from megascale_jax.data.mixture import TrainingData, as_training_data
+from megascale_jax.data.order import past_phases
+from megascale_jax.data.prepared import Prepared
 from megascale_jax.errors import DataError
-
-Batch = dict[str, np.ndarray]
-"""``tokens``, ``targets``, ``segment_ids``, ``positions``: int32 arrays of one shape that ends in S."""
-
-NO_TARGET = -1
-"""Target of a position that has no loss."""
 
 _READ_THREADS = 1
 """Assembling holds the interpreter lock most of the time: a second thread costs CPU time and brings none."""
@@ -35,118 +29,25 @@ _READ_THREADS = 1
 _BATCHES_AHEAD = 3
 _PROBED_IDS = 4
 _ENDLESS = 1 << 62
+_CAUSES = {
+    "digest": "other prepared data",
+    "seed": "another train.seed",
+    "shuffle": "another train.data.shuffle",
+    "mixture": "other weights before this step, as [from sample, weight] of each source; only those of later steps may change",
+}
+"""What it means when a key of the state differs."""
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A complete prepared folder."""
-
-    folder: Path
-    manifest: Manifest
-    tokenizer: Tokenizer
-
-
-@dataclass(frozen=True)
-class BatchLayout:
-    """Which rows of a global batch a process assembles: those of ``data_indices``, in this order.
-
-    Row ``(micro * data_size + index) * micro_batch_size + i`` of the global batch is row ``i`` of that micro-batch on
-    that data index. Raises ``DataError`` when the batch does not divide or an index is out of range.
-    """
-
-    global_batch_size: int
-    data_size: int
-    data_indices: tuple[int, ...]
-    micro_batch_size: int
-
-    def __post_init__(self) -> None:
-        unit = self.data_size * self.micro_batch_size
-        if unit < 1 or self.global_batch_size < 1 or self.global_batch_size % unit:
-            raise DataError(
-                f"A global batch of {self.global_batch_size} rows is not divisible by data size x micro-batch size = "
-                f"{self.data_size} x {self.micro_batch_size} = {unit}. Give a multiple of {unit}."
-            )
-        if not self.data_indices or not set(self.data_indices) <= set(range(self.data_size)):
-            raise DataError(f"Data indices {list(self.data_indices)} must be some of 0..{self.data_size - 1}.")
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Micro-batches of one step (m)."""
-        return self.global_batch_size // (self.data_size * self.micro_batch_size)
-
-    def offsets(self) -> np.ndarray:
-        """int64 [m, len(data_indices) * micro_batch_size]: places in the global batch of the assembled rows."""
-        whole = np.arange(self.global_batch_size).reshape(self.num_micro_batches, self.data_size, self.micro_batch_size)
-        return whole[:, list(self.data_indices)].reshape(self.num_micro_batches, -1)
-
-
-def open_prepared(folder: Path, *, sequence_length: int | None = None, vocab_size: int | None = None) -> Prepared:
-    """Open a prepared folder, for a model of this sequence length and vocabulary if they are given.
-
-    Raises ``DataError`` when the folder is missing, incomplete, of another version, damaged, or does not fit the model.
-    """
-    manifest = read_manifest(folder)
-    if sequence_length is not None and manifest.sequence_length != sequence_length:
-        raise DataError(
-            f"{folder} has rows of {manifest.sequence_length} tokens, the model expects {sequence_length}. "
-            f"Set model.sequence_length={manifest.sequence_length}, or prepare the data with --sequence-length {sequence_length}."
-        )
-    if vocab_size is not None and manifest.vocab_size > vocab_size:
-        raise DataError(
-            f"{folder} has {manifest.vocab_size} token ids, the model knows {vocab_size}. Set model.vocab_size={manifest.vocab_size}."
-        )
-    tokenizer = load_tokenizer(manifest.tokenizer, folder)
-    if tokenizer.digest != manifest.tokenizer_digest:
-        raise DataError(f"The tokenizer in {folder} is not the one its rows were made with. Prepare the data again with --force.")
-    return Prepared(folder, manifest, tokenizer)
-
-
-def rows(prepared: Prepared, split: Split) -> RowSource:
-    """Random access to the stored rows of a split. Raises ``DataError`` when its file is missing or damaged."""
-    return RowSource(record_file(prepared.folder, split), prepared.manifest.split(split).rows, np.dtype(prepared.manifest.dtype))
-
-
-def decode_row(tokens: np.ndarray, sequence_length: int, end_of_document: int) -> Batch:
-    """One stored row (at most S + 1 tokens, 1-D) as arrays [S]; see ``decode_rows``."""
-    return {name: array[0] for name, array in decode_rows([tokens], sequence_length, end_of_document).items()}
-
-
-def decode_rows(stored: Sequence[np.ndarray], sequence_length: int, end_of_document: int) -> Batch:
-    """Stored rows as int32 arrays [len(stored), S].
-
-    ``tokens``: the inputs, 0 in padding. ``targets``: the next token; -1 in padding and where the input is
-    ``end_of_document``, since the next token belongs to another document. ``segment_ids``: 1, 2, ... per document in the
-    row, 0 in padding. ``positions``: from 0 at each segment's start, 0 in padding. A row without tokens is all padding.
-    """
-    padded = np.zeros((len(stored), sequence_length + 1), np.int32)
-    num_inputs = np.zeros((len(stored), 1), np.int32)
-    for index, row in enumerate(stored):
-        padded[index, : len(row)] = row
-        num_inputs[index] = max(0, len(row) - 1)
-    place = np.arange(sequence_length, dtype=np.int32)
-    is_input = place < num_inputs
-    ends = (padded[:, :-1] == end_of_document) & is_input
-    begins = np.zeros_like(ends)
-    begins[:, 1:] = ends[:, :-1]
-    starts = np.maximum.accumulate(np.where(begins, place, 0), axis=1)
-    return {
-        "tokens": np.where(is_input, padded[:, :-1], 0),
-        "targets": np.where(is_input & ~ends, padded[:, 1:], NO_TARGET),
-        "segment_ids": np.where(is_input, 1 + np.cumsum(begins, axis=1, dtype=np.int32), 0),
-        "positions": np.where(is_input, place - starts, 0),
-    }
-
-
-class TrainIterator:
-    """Endless global batches of the train split, the part of ``data_indices``.
+class BatchIterator(ABC):
+    """Endless global batches of the train split, the part of ``data_indices``, from a position that can be saved.
 
     Each batch is a dict of int32 arrays [m, len(data_indices) * micro_batch_size, S] (``Batch``). Close it, or use it as
-    a context manager, to stop the reading threads.
+    a context manager, to stop what reads ahead.
     """
 
     def __init__(
         self,
-        prepared: Prepared,
+        data: TrainingData | Prepared,
         *,
         global_batch_size: int,
         data_size: int,
@@ -155,25 +56,19 @@ class TrainIterator:
         seed: int,
         shuffle: bool = True,
     ):
-        self._prepared = prepared
+        self._data = as_training_data(data)
         self._layout = BatchLayout(global_batch_size, data_size, tuple(data_indices), micro_batch_size)
-        self._offsets = self._layout.offsets()
-        self._rows = rows(prepared, "train")
         self._seed = seed
         self._shuffle = shuffle
-        order = grain.MapDataset.range(len(self._rows)).seed(seed % (1 << 32))
-        self._order = (order.shuffle() if shuffle else order).repeat()
+        self._order = self._data.train_order(seed, shuffle)
         self._samples = 0
-        self._batches: grain.DatasetIterator | None = None
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Batch:
         """The next batch. Raises ``DataError`` for a damaged row."""
-        if self._batches is None:
-            self._batches = self._read_ahead(self._samples)
-        batch = next(self._batches)
+        batch = self._next()
         self._samples += self._layout.global_batch_size
         return batch
 
@@ -183,67 +78,104 @@ class TrainIterator:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @abstractmethod
+    def _next(self) -> Batch:
+        """The batch at ``self._samples``, which is that of the last call and one batch, unless closed since."""
+
+    @abstractmethod
     def close(self) -> None:
         """Stop reading ahead; the position stays, and the next ``next`` starts again from it."""
-        if self._batches is not None:
-            self._batches.close()
-            self._batches = None
 
     def sample_ids(self, step: int) -> np.ndarray:
         """int64 [global_batch_size]: train row ids of global batch ``step``, counted from the start of the order."""
-        return self._ids(step * self._layout.global_batch_size + np.arange(self._layout.global_batch_size))
+        return self._order.ids(step * self._layout.global_batch_size + np.arange(self._layout.global_batch_size))
 
     def state(self) -> dict[str, Any]:
         """The position after the last batch handed out, as a small JSON value; the same for every process."""
-        return {
-            "samples": self._samples,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "digest": self._prepared.manifest.digest,
-            "next_ids": self._ids(self._samples + np.arange(_PROBED_IDS)).tolist(),
-        }
+        return self._state_at(self._samples)
+
+    def _state_at(self, samples: int) -> dict[str, Any]:
+        """Nothing here depends on what a change of weights does from ``samples`` on: that may be changed before it comes."""
+        next_ids = self._order.before(samples).ids(samples + np.arange(_PROBED_IDS)).tolist()
+        state = {"samples": samples, "seed": self._seed, "shuffle": self._shuffle, "digest": self._data.digest, "next_ids": next_ids}
+        if self._data.phases is not None:
+            past = past_phases(self._data.phases, samples)
+            state["mixture"] = {name: [[p.begin, p.weights[index]] for p in past] for index, name in enumerate(self._data.sources)}
+        return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on after the batch that ``state`` was taken at; batch and data-parallel sizes may have changed.
 
         Raises ``DataError`` when the state is of other data, of another seed or order, or is none. The iterator is then unchanged.
         """
-        own = self.state()
+        samples = state.get("samples")
+        if not isinstance(samples, int) or samples < 0:
+            raise DataError(f"A data state counts samples from 0, this one has {samples!r}: it is damaged.")
+        own = self._state_at(samples)
+        if ("mixture" in state) != ("mixture" in own):
+            before, now = ("a mixture", "a single source") if "mixture" in state else ("a single source", "a mixture")
+            raise DataError(f"The checkpoint was trained on {before}, this run has {now}. Resume with the same data, or start a new run.")
         if set(state) != set(own):
             raise DataError(f"A data state has the keys {sorted(own)}, this one has {sorted(state)}: it is of another version.")
-        causes = {"digest": "other prepared data", "seed": "another train.seed", "shuffle": "another train.data.shuffle"}
-        for key, cause in causes.items():
-            if state[key] != own[key]:
+        for key, cause in _CAUSES.items():
+            if state.get(key) != own.get(key):
                 raise DataError(
                     f"The checkpoint was trained on {cause} ({key} {state[key]}, now {own[key]}). "
                     "Resume with the same one, or start a new run."
                 )
-        samples = state["samples"]
-        if not isinstance(samples, int) or samples < 0:
-            raise DataError(f"A data state counts samples from 0, this one has {samples!r}: it is damaged.")
-        if self._ids(samples + np.arange(_PROBED_IDS)).tolist() != list(state["next_ids"]):
+        if own["next_ids"] != list(state["next_ids"]):
             raise DataError(
                 "The installed grain shuffles in another order than the one this checkpoint was trained with. Install that version."
             )
         self.close()
         self._samples = samples
 
-    def _ids(self, samples: np.ndarray) -> np.ndarray:
-        return np.array([self._order[int(sample)] for sample in samples.reshape(-1)], np.int64).reshape(samples.shape)
+    def _request(self) -> dict[str, Any]:
+        """What decides the global batches, as a JSON value."""
+        return {
+            **self._data.request(),
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "global_batch_size": self._layout.global_batch_size,
+            "data_size": self._layout.data_size,
+            "micro_batch_size": self._layout.micro_batch_size,
+        }
+
+
+class TrainIterator(BatchIterator):
+    """Batches assembled by a thread of this process. Of the processes of a host, each reads its own rows."""
+
+    def __init__(self, data: TrainingData | Prepared, **layout: Any):
+        """``layout`` is that of ``BatchIterator``."""
+        super().__init__(data, **layout)
+        self._rows = self._data.rows("train")
+        self._offsets = self._layout.offsets()
+        self._batches: grain.DatasetIterator | None = None
+
+    def _next(self) -> Batch:
+        if self._batches is None:
+            self._batches = self._read_ahead(self._samples)
+        return next(self._batches)
+
+    def close(self) -> None:
+        """Stop reading ahead; the position stays, and the next ``next`` starts again from it."""
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
 
     def _read_ahead(self, start: int) -> grain.DatasetIterator:
         """Local batches from sample ``start`` on, assembled by threads in order."""
 
-        def assemble(step: int) -> Batch:
-            ids = self._ids(start + step * self._layout.global_batch_size + self._offsets)
-            return _assemble(self._prepared, self._rows, ids)
+        def assemble_step(step: int) -> Batch:
+            ids = self._order.ids(start + step * self._layout.global_batch_size + self._offsets)
+            return assemble(self._rows, ids, self._data.sequence_length, self._data.end_of_document)
 
         options = grain.ReadOptions(num_threads=_READ_THREADS, prefetch_buffer_size=_BATCHES_AHEAD)
-        return iter(grain.MapDataset.range(_ENDLESS).map(assemble).to_iter_dataset(options))
+        return iter(grain.MapDataset.range(_ENDLESS).map(assemble_step).to_iter_dataset(options))
 
 
 def held_out_batches(
-    prepared: Prepared,
+    data: TrainingData | Prepared,
     *,
     global_batch_size: int,
     data_size: int,
@@ -253,19 +185,13 @@ def held_out_batches(
 ) -> Iterator[Batch]:
     """The held-out split in order, in batches of the train shapes: all of it, or the first ``batches`` global batches.
 
-    Every process gets the same number of batches; the last one is filled up with rows of padding (no target, segment 0).
-    Raises ``DataError`` at once for a bad layout or a damaged file.
+    Of a mixture, all its held-out rows, whatever the weights. Every process gets the same number of batches; the last one is
+    filled up with rows of padding (no target, segment 0). Raises ``DataError`` at once for a bad layout or a damaged file.
     """
     offsets = BatchLayout(global_batch_size, data_size, tuple(data_indices), micro_batch_size).offsets()
-    source = rows(prepared, "held_out")
+    data = as_training_data(data)
+    source, order = data.rows("held_out"), data.held_out_order()
     total = -(-len(source) // global_batch_size)
+    padded = np.append(order, np.full(total * global_batch_size - len(order), len(order)))
     steps: Iterable[int] = range(total if batches is None else min(batches, total))
-    return (_assemble(prepared, source, step * global_batch_size + offsets) for step in steps)
-
-
-def _assemble(prepared: Prepared, source: RowSource, ids: np.ndarray) -> Batch:
-    """Rows ``ids`` [m, R] as arrays [m, R, S]; an id past the end is a row of padding."""
-    nothing = np.empty(0, np.int32)
-    stored = [source[int(i)] if i < len(source) else nothing for i in ids.reshape(-1)]
-    decoded = decode_rows(stored, prepared.manifest.sequence_length, prepared.manifest.end_of_document)
-    return {name: array.reshape(*ids.shape, -1) for name, array in decoded.items()}
+    return (assemble(source, padded[step * global_batch_size + offsets], data.sequence_length, data.end_of_document) for step in steps)

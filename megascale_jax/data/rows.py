@@ -10,12 +10,16 @@ says is a ``DataError`` at opening or at the first damaged row.
 """
 
 import os
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
+from megascale_jax.data.batch import Rows
 from megascale_jax.errors import DataError
 
 _GROUP_BYTES = 16 * 1024
@@ -116,3 +120,21 @@ class RowSource:
         except (ValueError, RuntimeError, IndexError) as error:
             raise DataError(f"Row {index} of {self._path} is damaged ({error}). Prepare the data again with --force.") from error
         return np.frombuffer(record, self._dtype)
+
+
+class JoinedRows:
+    """Rows of several sources as one, counted through in their order."""
+
+    def __init__(self, parts: Sequence[Rows]):
+        self._parts = parts
+        self._begins = [0, *accumulate(len(part) for part in parts)]
+
+    def __len__(self) -> int:
+        return self._begins[-1]
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Tokens of row ``index``. Raises ``DataError`` for a damaged row."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        part = bisect_right(self._begins, index) - 1
+        return self._parts[part][index - self._begins[part]]

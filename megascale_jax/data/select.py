@@ -1,4 +1,4 @@
-"""The prepared folder of a run: the one that the configuration names, or one made from its source on first use.
+"""The prepared folders of a run: those that the configuration names, or made from their sources on first use.
 
 A folder made here has a name that says what it is and ends in a hash of the whole request, the state of the corpus
 included, so a changed corpus gets a new folder and a finished one is never changed. Of several processes that start at
@@ -14,9 +14,11 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from megascale_jax.config.schema import DataConfig
+from megascale_jax.config.schema import DataConfig, Experiment
 from megascale_jax.data.manifest import MANIFEST_FILE, MANIFEST_VERSION, read_manifest
+from megascale_jax.data.mixture import TrainingData, as_training_data, make_phases
 from megascale_jax.data.prepare import prepare
+from megascale_jax.data.prepared import Prepared, open_prepared
 from megascale_jax.data.source import STDLIB, open_corpus
 from megascale_jax.data.tokenizer import load_tokenizer
 from megascale_jax.errors import DataError
@@ -60,6 +62,28 @@ def prepare_if_missing(
     except OSError as error:
         raise DataError(f"{folder} cannot be written: {error}. Prepare the data elsewhere and set train.data.prepared.") from error
     return folder
+
+
+def open_training_data(
+    experiment: Experiment, cache_root: Path, progress: bool, lock_timeout_s: float = DEFAULT_LOCK_TIMEOUT_S
+) -> TrainingData:
+    """What ``train.data`` names, ready for the experiment's model: one prepared folder, or a mixture of several.
+
+    Raises ``DataError`` as `prepare_if_missing` and `open_prepared` do, and when the sources of a mixture do not fit together.
+    """
+    data, model = experiment.train.data, experiment.model
+
+    def opened(one: DataConfig) -> Prepared:
+        folder = prepare_if_missing(one, model.sequence_length, cache_root, progress, lock_timeout_s)
+        return open_prepared(folder, sequence_length=model.sequence_length, vocab_size=model.vocab_size)
+
+    if data.mixture is None:
+        return as_training_data(opened(data))
+    size = experiment.train.global_batch_size
+    weights = {name: source.weight for name, source in data.mixture.items()}
+    phases = make_phases(weights, {step * size: change for step, change in data.weights_at.items()})
+    ones = {name: DataConfig(prepared=s.prepared, source=s.source, tokenizer=data.tokenizer) for name, s in data.mixture.items()}
+    return TrainingData({name: opened(ones[name]) for name in sorted(ones)}, phases)
 
 
 def _remove_abandoned(folder: Path, age_s: float) -> None:

@@ -7,8 +7,9 @@ is logged as a warning; a half-written line is cut off again.
 
 A line has `step`, `kind`, `wall_s` (seconds of training, earlier tries included) and then numbers. The usual ones:
 `loss`, `grad_norm`, `learning_rate`, `tokens` (row positions consumed since step 0), `tokens_per_s`, `mfu`, `skipped` (1
-when the update of this very step was skipped) for `train`; `loss` for `evaluation`; an `event` has its name under `event`. A number that is
-not finite is null and its key is listed under `non_finite`.
+when the update of this very step was skipped), `data_wait_s` (seconds that the loop waited for the rows of this step) for `train`;
+`loss` for `evaluation`; an `event` has its name under `event`. A number that is not finite is null and its key is listed under
+`non_finite`.
 """
 
 import json

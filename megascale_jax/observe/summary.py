@@ -32,6 +32,9 @@ class RunSummary(BaseModel):
     peak_flops: float = Field(description="FLOP/s of all devices together that mfu is measured against")
     checkpoint_errors: int = Field(0, description="saves that failed while training went on")
     skipped_steps: int = Field(0, description="steps whose update was skipped because a gradient was not finite")
+    data_wait_fraction: float | None = Field(
+        None, description="share of the measured steps' time in which the loop waited for data; null: too few steps to tell"
+    )
     data_digest: str | None = Field(None, description="identity of the prepared rows and their split; equal digests, equal data")
     commit: str | None = Field(None, description="source revision, where known")
     versions: dict[str, str] = Field({}, description="versions of the libraries that decide the numbers")

@@ -22,7 +22,9 @@ import numpy as np
 from megascale_jax.checkpoint.two_stage import CheckpointStore
 from megascale_jax.config.difference import differences
 from megascale_jax.config.schema import Experiment
-from megascale_jax.data.pipeline import Prepared, TrainIterator, held_out_batches
+from megascale_jax.data.mixture import TrainingData, as_training_data
+from megascale_jax.data.pipeline import BatchIterator, held_out_batches
+from megascale_jax.data.prepared import Prepared
 from megascale_jax.model.flops import count_parameters, flops_per_token
 from megascale_jax.observe.metrics import EVENT_CHECKPOINT, EVENT_CHECKPOINT_ERROR, EVENT_RESUME, EVENT_SKIP, MetricsWriter
 from megascale_jax.observe.progress import TrainingProgress, format_duration
@@ -30,6 +32,7 @@ from megascale_jax.observe.provenance import library_versions, source_commit
 from megascale_jax.observe.summary import RunSummary, write_summary
 from megascale_jax.observe.throughput import Throughput
 from megascale_jax.parallel.plan import VOTE_PARTITION, Plan, make_plan
+from megascale_jax.train.batches import train_batches
 from megascale_jax.train.folder import RunFolder
 from megascale_jax.train.peak import peak_flops
 from megascale_jax.train.saved import named_arrays, named_state
@@ -52,12 +55,12 @@ class Outcome:
 class Trainer:
     """One process's part of a run. `comm.init.start` has been called; `run` may be called once."""
 
-    def __init__(self, experiment: Experiment, folder: RunFolder, prepared: Prepared, *, fresh: bool = False):
+    def __init__(self, experiment: Experiment, folder: RunFolder, prepared: TrainingData | Prepared, *, fresh: bool = False):
         """Plan the run and make its folder; ``fresh`` removes an earlier run there first.
 
         Raises ConfigError when the plan does not fit the devices; nothing has been written then.
         """
-        self.experiment, self.folder, self.prepared = experiment, folder, prepared
+        self.experiment, self.folder, self.prepared = experiment, folder, as_training_data(prepared)
         self.plan: Plan = make_plan(experiment, jax.devices())
         self.steps = make_steps(experiment, self.plan)
         self.peak = peak_flops(experiment, self.plan.mesh.size)
@@ -65,12 +68,13 @@ class Trainer:
         self.is_first = jax.process_index() == 0
         self.skipped = 0
         self.tier = "durable"
+        self.data_wait_s = 0.0
         self.commit = source_commit()
         if self.is_first:
             if fresh:
                 folder.clear(experiment)
             folder.create(experiment)
-            self.tokenizer = prepared.tokenizer.save(folder.path)
+            self.tokenizer = self.prepared.tokenizer.save(folder.path)
         _wait_for_all("run folder")
         self.metrics: MetricsWriter | None = None
         self.progress: TrainingProgress | None = None
@@ -83,7 +87,7 @@ class Trainer:
         with (
             self.folder.locked() if self.is_first else nullcontext(),
             self.store,  # an error in the loop must not lose the save in flight
-            TrainIterator(self.prepared, seed=train.seed, shuffle=train.data.shuffle, **self._batch_layout) as batches,
+            train_batches(self.prepared, train, self._batch_layout) as batches,
         ):
             resumed_from, state = self._begin(batches)
             if self.is_first:
@@ -121,7 +125,7 @@ class Trainer:
             "micro_batch_size": self.experiment.parallel.micro_batch_size,
         }
 
-    def _begin(self, batches: TrainIterator) -> tuple[int | None, TrainState]:
+    def _begin(self, batches: BatchIterator) -> tuple[int | None, TrainState]:
         restored = self.store.restore()
         if restored is None:
             self.store.prepare()
@@ -134,17 +138,21 @@ class Trainer:
         self.tier = restored.tier
         return restored.step, named_state(self.plan, self.steps.optimizer, restored.arrays)
 
-    def _loop(self, state: TrainState, first: int, batches: TrainIterator, stop: Any) -> tuple[int, TrainState]:
+    def _loop(self, state: TrainState, first: int, batches: BatchIterator, stop: Any) -> tuple[int, TrainState]:
         train = self.experiment.train
-        unread: tuple[int, dict[str, jax.Array]] | None = None
+        unread: tuple[int, dict[str, Any]] | None = None
         step, stopping = first, False
         while step < train.steps and not stopping:
-            batch = place_batch(self.plan, next(batches))
+            asked_at = time.monotonic()
+            rows = next(batches)
+            data_wait_s = time.monotonic() - asked_at
+            batch = place_batch(self.plan, rows)
             state, metrics = self.steps.train(state, batch, self._votes(stop.asked))
             step += 1
             if unread is not None:
+                # Before the next batch is asked for: the rows of the one before the last may be overwritten then.
                 stopping = self._read(*unread)
-            unread = (step, metrics)
+            unread = (step, metrics | {"data_wait_s": data_wait_s})
             evaluates = _is_due(step, train.evaluation.every) and step < train.steps
             saves = _is_due(step, train.checkpoint.every) or step == train.steps
             if step % train.gc_every == 0:
@@ -168,10 +176,12 @@ class Trainer:
         local = np.full(len([d for d in self.plan.mesh.devices.flat if d.process_index == jax.process_index()]), int(asked), np.int32)
         return jax.make_array_from_process_local_data(self.plan.sharding(VOTE_PARTITION), local)
 
-    def _read(self, step: int, metrics: dict[str, jax.Array]) -> bool:
+    def _read(self, step: int, metrics: dict[str, Any]) -> bool:
         """Wait for a step's numbers, show and write them; whether a rank has asked to stop."""
         values = {key: float(value) for key, value in metrics.items()}
         self.throughput.step_done()
+        if self.throughput.tokens_per_s is not None:  # the first step waits for the loader to start, and is not measured
+            self.data_wait_s += values["data_wait_s"]
         if values["skipped"]:
             self.skipped += 1
             self._event(step, EVENT_SKIP)
@@ -190,6 +200,7 @@ class Trainer:
                     "tokens_per_s": self.throughput.tokens_per_s,
                     "mfu": self.throughput.mfu,
                     "checkpoint_age_s": age_s,
+                    "data_wait_s": values["data_wait_s"],
                 },
             )
         assert self.progress is not None
@@ -203,7 +214,7 @@ class Trainer:
             self.metrics.evaluation(step, {"loss": loss})
         self._say(f"step {step}: held-out loss {loss:.4f}")
 
-    def _save(self, step: int, state: TrainState, batches: TrainIterator) -> None:
+    def _save(self, step: int, state: TrainState, batches: BatchIterator) -> None:
         description = {
             "experiment": self.experiment.model_dump_json(),
             "data": batches.state(),
@@ -218,8 +229,8 @@ class Trainer:
         measured = self.throughput.summary()
         summary = RunSummary(
             validation_loss=loss,
-            unigram_nats=self.prepared.manifest.unigram_nats,
-            bigram_nats=self.prepared.manifest.bigram_nats,
+            unigram_nats=self.prepared.unigram_nats,
+            bigram_nats=self.prepared.bigram_nats,
             tokens_per_s=measured.tokens_per_s,
             mfu=measured.mfu,
             steps=step,
@@ -229,7 +240,8 @@ class Trainer:
             peak_flops=self.peak,
             checkpoint_errors=self.store.errors,
             skipped_steps=self.skipped,
-            data_digest=self.prepared.manifest.digest,
+            data_wait_fraction=self.data_wait_s / measured.measured_s if measured.measured_s else None,
+            data_digest=self.prepared.digest,
             commit=self.commit,
             versions=library_versions(),
         )

@@ -61,3 +61,32 @@ def test_help_names_every_option():
     output = run(["prepare", "--help"]).output
     for option in ("--sequence-length", "--tokenizer", "--train-bpe", "--held-out", "--text-field", "--seed", "--force", "--json"):
         assert option in output
+
+
+def test_inspect_shows_rows_with_borders_and_the_counts(arguments, tmp_path):
+    run(arguments)
+    result = run(["inspect", str(tmp_path / "out"), "--rows", "2", "--json", str(tmp_path / "seen.json")])
+    manifest = read_manifest(tmp_path / "out")
+    assert result.exit_code == 0
+    assert "text number" in result.output and "- end of document -" in result.output
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert (seen["rows"], seen["tokens"], seen["documents"]) == (manifest.train.rows, manifest.train.tokens, manifest.train.documents)
+    for text in (f"{manifest.train.rows:,} rows", "fill rate", "duplicates: ", "0 documents", "'end of document'"):
+        assert text in result.output
+    held_out = run(["inspect", str(tmp_path / "out"), "--split", "held-out", "--rows", "0"])
+    assert f"held-out: {manifest.held_out.rows:,} rows" in held_out.output and "text number" not in held_out.output
+
+
+def test_inspect_of_what_is_no_prepared_folder_is_refused(tmp_path):
+    with pytest.raises(DataError, match="No prepared data at"):
+        run(["inspect", str(tmp_path / "absent")])
+    with pytest.raises(DataError, match=r"no manifest\.json"):
+        run(["inspect", str(tmp_path)])
+    assert run(["inspect", str(tmp_path), "--split", "test"]).exit_code == 2
+
+
+def test_inspect_obeys_no_control_characters_of_the_text(tmp_path):
+    (tmp_path / "corpus.txt").write_text("\x1b[31mred \x07" * 200)
+    run(["prepare", str(tmp_path / "corpus.txt"), "-o", str(tmp_path / "out"), "--sequence-length", "64"])
+    output = run(["inspect", str(tmp_path / "out")]).output
+    assert "[31mred" in output and "\x1b" not in output and "\x07" not in output

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megascale_jax.data.batch import NO_TARGET, Batch, decode_row
 from megascale_jax.data.manifest import MANIFEST_FILE
-from megascale_jax.data.pipeline import NO_TARGET, Batch, Prepared, TrainIterator, decode_row, held_out_batches, open_prepared, rows
+from megascale_jax.data.pipeline import TrainIterator, held_out_batches
+from megascale_jax.data.prepared import Prepared, open_prepared, stored_rows
 from megascale_jax.errors import DataError
 
 GLOBAL_BATCH = 16
@@ -19,6 +21,10 @@ GLOBAL_BATCH = 16
 @pytest.fixture
 def prepared(make_prepared) -> Prepared:
     return open_prepared(make_prepared(), sequence_length=32, vocab_size=257)
+
+
+def rows(prepared: Prepared, split):
+    return stored_rows(prepared.folder, prepared.manifest, split)
 
 
 def iterator(prepared: Prepared, data_size: int = 2, data_indices: list[int] | None = None, **options) -> TrainIterator:

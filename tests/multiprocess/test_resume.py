@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megascale_jax.config.load import load_experiment
-from megascale_jax.data.pipeline import open_prepared
+from megascale_jax.data.prepared import open_prepared
 from megascale_jax.data.select import prepare_if_missing
 from megascale_jax.observe.metrics import read_metrics
 from megascale_jax.observe.summary import read_summary

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from megascale_jax.data.pipeline import open_prepared
 from megascale_jax.data.prepare import prepare
+from megascale_jax.data.prepared import open_prepared
 from tests.build import MODEL
 
 SEQUENCE = MODEL["sequence_length"]
