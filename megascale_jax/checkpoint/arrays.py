@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
+from megascale_jax.checkpoint.cipher import Cipher, cipher_for
 from megascale_jax.checkpoint.manifest import Manifest
 from megascale_jax.checkpoint.storage import Storage, StorageError, wait, wait_all
 from megascale_jax.checkpoint.stored import Index, StoredArray
@@ -36,18 +37,27 @@ def write_blocks(
     blocks: Iterable[tuple[str, Index, np.ndarray]],
     compression: str,
 ) -> tuple[int, int]:
-    """Write blocks (array, place, its bytes) into the database in ``folder``; number of blocks and bytes. Raises OSError."""
+    """Write blocks (array, place, its bytes) into the database in ``folder``; number of blocks and bytes. Raises OSError.
+
+    With a key file of the storage the blocks are sealed, and are values of the database that only `BlockReader` understands.
+    """
     database = storage.database(folder)
+    cipher = Cipher(storage.key_file) if storage.key_file else None
     opened: dict[str, ts.TensorStore] = {}
     number, total, waiting, in_batch = 0, 0, [], 0
     transaction = ts.Transaction()
     for name, index, raw in blocks:
         array = arrays[name]
-        if name not in opened:
-            opened[name] = _open(database, array, compression, assume_metadata=True)
-        where, inside = _chunk(array, index)
-        block = raw.view(array.dtype).reshape(array.chunk)[inside]
-        waiting.append(opened[name].with_transaction(transaction)[where].write(block, can_reference_source_data_indefinitely=True))
+        if cipher is not None:
+            key = _sealed_key(name, index)
+            waiting.append(database.with_transaction(transaction).write(key, cipher.seal(raw.tobytes(), key)))
+        else:
+            if name not in opened:
+                opened[name] = _open(database, array, compression, assume_metadata=True)
+            where, inside = _chunk(array, index)
+            block = raw.view(array.dtype).reshape(array.chunk)[inside]
+            writing = opened[name].with_transaction(transaction)[where].write(block, can_reference_source_data_indefinitely=True)
+            waiting.append(writing)
         number, total, in_batch = number + 1, total + raw.nbytes, in_batch + raw.nbytes
         if in_batch >= BATCH_BYTES:
             wait_all(waiting)
@@ -64,17 +74,20 @@ def merge(storage: Storage, data: str, arrays: Mapping[str, StoredArray], ranks:
     transaction = ts.Transaction(atomic=True)
     into = merged.with_transaction(transaction)
     wait_all([storage.database(rank_folder(data, rank)).experimental_copy_range_to(into) for rank in range(ranks)])
-    for array in arrays.values():
-        _open(into, array, compression, create=True)
+    if not storage.key_file:
+        for array in arrays.values():
+            _open(into, array, compression, create=True)
+        storage.write(f"{data}/_METADATA", json.dumps(_orbax_metadata(arrays)).encode())
     wait(transaction.commit_async())
-    storage.write(f"{data}/_METADATA", json.dumps(_orbax_metadata(arrays)).encode())
 
 
 class BlockReader:
     """Blocks of a published checkpoint, verified. ``bytes_read`` counts what came back, for whoever wants to know."""
 
     def __init__(self, storage: Storage, manifest: Manifest):
+        """Raises CheckpointError when it cannot be opened: another key, a damaged root."""
         self._manifest, self._where = manifest, f"checkpoint {storage.url}/{manifest.step}"
+        self._cipher = cipher_for(manifest.key_id, storage.key_file, self._where)
         try:
             self._database = storage.database(manifest.data)
         except StorageError as error:
@@ -89,6 +102,8 @@ class BlockReader:
     def start(self, name: str, index: Index) -> Any:
         """Begin to read a block; give the result to `finish`."""
         array = self._manifest.arrays[name]
+        if self._cipher is not None:
+            return self._database.read(_sealed_key(name, index))
         try:
             if name not in self._opened:
                 self._opened[name] = _open(self._database, array, self._manifest.compression)
@@ -103,10 +118,20 @@ class BlockReader:
         """
         try:
             block = wait(reading)
+            if self._cipher is not None:
+                block = self._unsealed(name, index, block)
         except StorageError as error:
             raise self._error(f"block {list(index)} of {name}: ", error) from error
         self.bytes_read += block.nbytes
         return block
+
+    def _unsealed(self, name: str, index: Index, found: Any) -> np.ndarray:
+        assert self._cipher is not None, "only what is sealed is opened"
+        if found.state == "missing":
+            raise DamagedCheckpointError(f"{self._where}: block {list(index)} of {name} is missing")
+        array = self._manifest.arrays[name]
+        raw = np.frombuffer(self._cipher.open(found.value, _sealed_key(name, index)), array.dtype)
+        return raw.reshape(array.chunk)[_chunk(array, index)[1]]
 
     def _error(self, what: str, error: StorageError) -> CheckpointError:
         if str(error).startswith(_NOT_DAMAGE):
@@ -116,6 +141,10 @@ class BlockReader:
     def read(self, name: str, index: Index) -> np.ndarray:
         """`start` and `finish`."""
         return self.finish(name, index, self.start(name, index))
+
+
+def _sealed_key(name: str, index: Index) -> str:
+    return f"{name}/sealed/{'/'.join(map(str, index))}"
 
 
 def _chunk(array: StoredArray, index: Index) -> tuple[tuple[slice, ...], tuple[slice, ...]]:

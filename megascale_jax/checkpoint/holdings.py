@@ -23,7 +23,6 @@ class Rank:
 
     slots: dict[int, Held] = field(default_factory=dict)
     failures: list[dict[str, Any]] = field(default_factory=list)
-    connections: int = 0
     released: bool = False
 
 

@@ -29,9 +29,10 @@ from filelock import FileLock, Timeout
 from megascale_jax.checkpoint.channel import Channel
 from megascale_jax.checkpoint.holdings import Held, Job, Rank, Request
 from megascale_jax.checkpoint.peers import PeerServer, send_copy
+from megascale_jax.checkpoint.retention import apply
 from megascale_jax.checkpoint.slot import Slot, SlotIndex, checksums
 from megascale_jax.checkpoint.stage_two import Target, discard, publish, tidy, write_part
-from megascale_jax.checkpoint.storage import Storage
+from megascale_jax.checkpoint.upload import upload, waiting
 
 IDLE_S = 600.0
 ANSWER_S = 60.0
@@ -52,7 +53,8 @@ class Keeper:
         self.stopping = False
         self._jobs: queue.Queue[Job] = queue.Queue()
         self._publications: queue.Queue[Job] = queue.Queue()
-        self._working = 0
+        self._uploads: queue.Queue[Job] = queue.Queue()
+        self._working = self._connections = 0
         self._durable: dict[str, Any] | None = None
         self._launch = ""
         self._peer: tuple[str, int, str] | None = None
@@ -69,19 +71,19 @@ class Keeper:
             stack.callback(path.unlink, missing_ok=True)
             server.listen(64)
             server.settimeout(_POLL_S)
-            for work in (self._carry, self._publish):
+            for work in (self._carry, self._publish, self._upload):
                 threading.Thread(target=work, daemon=True).start()
             while not self._has_ended():
                 with contextlib.suppress(TimeoutError):
                     connection, _ = server.accept()
-                    self._last_contact = time.monotonic()
+                    with self.changed:
+                        self._connections += 1  # here, not in the thread, before which this one may find that all is over
                     threading.Thread(target=self._talk, args=(Channel(connection, ANSWER_S),), daemon=True).start()
         self.peers.close()
 
     def _has_ended(self) -> bool:
         with self.changed:
-            connected = any(rank.connections for rank in self.ranks.values())
-            if self._working or connected:
+            if self._working or self._connections:
                 self._last_contact = time.monotonic()
                 return False
             done = bool(self.ranks) and all(rank.released for rank in self.ranks.values())
@@ -89,13 +91,11 @@ class Keeper:
 
     def _talk(self, channel: Channel) -> None:
         """Answer one rank until it goes."""
-        rank: Rank | None = None
         with channel:
             try:
                 hello, _, _ = channel.receive()
                 with self.changed:
                     rank = self.ranks.setdefault(int(hello["rank"]), Rank())
-                    rank.connections += 1
                     rank.released = False
                 channel.limit(None)
                 channel.send({"pid": os.getpid(), "keeper": self.peers.name})
@@ -105,10 +105,8 @@ class Keeper:
             except ConnectionError:
                 pass
             finally:
-                if rank is not None:
-                    with self.changed:
-                        rank.connections -= 1
-                        self.changed.notify_all()
+                with self.changed:
+                    self._connections -= 1
 
     def _answer(self, channel: Channel, request: Request) -> None:
         answers: dict[str, Callable[[Request], dict[str, Any]]] = {
@@ -242,7 +240,7 @@ class Keeper:
             with self._reported(job, "no copy on the next host", is_loss=False):
                 send_copy(*self._peer, job.held.slot, job.index, sums)
         if job.target is not None:
-            write_part(Storage(job.target.url), job.target, job.held.slot, job.index)
+            write_part(job.target.storage(), job.target, job.held.slot, job.index)
 
     def _publish(self) -> None:
         while True:
@@ -253,7 +251,7 @@ class Keeper:
     def _publish_one(self, job: Job) -> None:
         target = job.target
         assert target is not None, "only what goes to storage is published"
-        storage = Storage(target.url)
+        storage = target.storage()
         try:
             manifest = publish(storage, target, job.index, lambda: self._launch != job.index.launch)
         except OSError as error:
@@ -263,6 +261,26 @@ class Keeper:
             self._durable = {"step": manifest.step, "created_unix_s": manifest.created_unix_s, "num_bytes": manifest.num_bytes}
         with self._reported(job, "old ones not removed", is_loss=False):
             tidy(storage, target, manifest)
+        if target.upload is not None:
+            with self.changed:
+                self._working += 1
+            self._uploads.put(job)
+
+    def _upload(self) -> None:
+        while True:
+            job = self._uploads.get()
+            target = job.target
+            assert target is not None and target.upload is not None, "only what goes to storage is uploaded"
+            try:
+                with self._reported(job, f"not uploaded to {target.upload}", is_loss=False):
+                    storage = target.storage()
+                    for step in waiting(storage):
+                        upload(storage, step, target.upload)
+                    apply(storage, target.retention, f"retention after the upload of step {job.index.step}", waiting(storage))
+            finally:
+                with self.changed:
+                    self._working -= 1
+                    self.changed.notify_all()
 
     @contextlib.contextmanager
     def _reported(self, job: Job, what: str, *, is_loss: bool = True) -> Iterator[None]:

@@ -4,6 +4,7 @@
     STEP/LAUNCH/                  the arrays, an OCDBT database of zarr3 arrays
     STEP/LAUNCH/ocdbt.process_N/  what rank N wrote into it
     STEP/LAUNCH.parts/            ranks' reports until then
+    STEP/uploaded.json            a copy is where `upload.py` put it, verified
     STEP/damaged.json             a reader found a wrong checksum; kept for a look, never used again
     deletions.jsonl               what was removed, when, and why
 
@@ -26,7 +27,7 @@ from megascale_jax.errors import CheckpointError, DamagedCheckpointError
 
 FORMAT = 1
 """Version of the format. A reader knows this one and all before it."""
-MANIFEST, DAMAGED, DELETIONS = "manifest.json", "damaged.json", "deletions.jsonl"
+MANIFEST, DAMAGED, UPLOADED, DELETIONS = "manifest.json", "damaged.json", "uploaded.json", "deletions.jsonl"
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Manifest:
     compression: str
     created_unix_s: float
     description: Mapping[str, Any]
+    key_id: str = ""
+    """Fingerprint of the key that the arrays are sealed with; empty: they are not."""
     format: int = FORMAT
 
     @property

@@ -7,7 +7,7 @@ checkpoint look young, so it stays. What is damaged, or was never completed, goe
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 
 from megascale_jax.checkpoint.manifest import DELETIONS, MANIFEST, Found, Manifest, scan
@@ -31,10 +31,13 @@ class Deletion:
     reason: str
 
 
-def decide(found: Sequence[Found], folders: Sequence[str], policy: Retention, now_unix_s: float) -> list[Deletion]:
+def decide(
+    found: Sequence[Found], folders: Sequence[str], policy: Retention, now_unix_s: float, bound: Collection[int] = ()
+) -> list[Deletion]:
     """What goes: published ones by the policy, damaged and unfinished ones behind the oldest that stays.
 
-    ``found``: published checkpoints that nobody marked damaged; ``folders``: all folders of the storage.
+    ``found``: published checkpoints that nobody marked damaged; ``folders``: all folders of the storage; ``bound``: steps that may not
+    go yet, whatever the policy says.
     """
     good = sorted((f.manifest for f in found if f.manifest is not None), key=lambda manifest: manifest.step)
     if not good:
@@ -43,7 +46,7 @@ def decide(found: Sequence[Found], folders: Sequence[str], policy: Retention, no
     deletions = []
     for manifest in good:
         reason = _reason(manifest, newest, policy, now_unix_s)
-        if reason is not None:
+        if reason is not None and manifest.step not in bound:
             deletions.append(Deletion(str(manifest.step), reason))
     # one whose manifest cannot be read now may be readable tomorrow: it goes only once a reader has marked it as damaged
     published = {f.step for f in found}
@@ -67,9 +70,9 @@ def _reason(manifest: Manifest, newest: set[int], policy: Retention, now_unix_s:
     return ", ".join(reasons)
 
 
-def apply(storage: Storage, policy: Retention, by: str) -> list[Deletion]:
+def apply(storage: Storage, policy: Retention, by: str, bound: Collection[int] = ()) -> list[Deletion]:
     """Decide and delete; what was deleted. Raises OSError."""
-    deletions = decide(scan(storage), storage.folders(), policy, time.time())
+    deletions = decide(scan(storage), storage.folders(), policy, time.time(), bound)
     for deletion in deletions:
         delete(storage, deletion, by)
     return deletions

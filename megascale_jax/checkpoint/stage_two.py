@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from megascale_jax.checkpoint.arrays import merge, rank_folder, write_blocks
+from megascale_jax.checkpoint.cipher import Cipher
 from megascale_jax.checkpoint.manifest import DAMAGED, DELETIONS, MANIFEST, Manifest, Part, read_manifest
 from megascale_jax.checkpoint.retention import Deletion, Retention, apply, delete, record
 from megascale_jax.checkpoint.slot import Slot, SlotIndex, owned_blocks
 from megascale_jax.checkpoint.storage import Storage
-from megascale_jax.errors import CheckpointError
+from megascale_jax.checkpoint.upload import waiting
+from megascale_jax.errors import CheckpointError, MegascaleError
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 
@@ -31,6 +33,12 @@ class Target:
     compression: str
     retention: Retention
     publish_limit_s: float
+    key_file: str | None = None
+    upload: str | None = None
+
+    def storage(self) -> Storage:
+        """The storage that this names."""
+        return Storage(self.url, self.key_file)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> "Target":
@@ -54,7 +62,7 @@ def write_part(storage: Storage, target: Target, slot: Slot, index: SlotIndex) -
         part = Part(index.rank, number, size)
         storage.write(_report(data, index.rank), part.to_bytes())
         return part
-    except OSError as error:
+    except (OSError, MegascaleError) as error:
         with suppress(OSError):  # rank 0 then runs into its limit
             storage.write(_report(data, index.rank), Part(index.rank, error=str(error)).to_bytes())
         raise
@@ -99,6 +107,7 @@ def publish(storage: Storage, target: Target, index: SlotIndex, is_outdated: Cal
         compression=target.compression,
         created_unix_s=time.time(),
         description=index.description,
+        key_id=Cipher(target.key_file).key_id if target.key_file else "",
     )
     storage.write(f"{index.step}/{MANIFEST}", manifest.to_bytes())
     storage.delete(f"{index.step}/{DAMAGED}")  # the mark of an earlier launch's, which this one replaces
@@ -144,7 +153,8 @@ def tidy(storage: Storage, target: Target, manifest: Manifest) -> None:
     inside = {key.split("/")[1] for key in storage.names(f"{manifest.step}/")}
     for name in inside - {manifest.launch, MANIFEST}:
         delete(storage, Deletion(f"{manifest.step}/{name}", "left by an earlier start of the run"), by=f"publication of {manifest.data}")
-    apply(storage, target.retention, by=f"retention at step {manifest.step}")
+    bound = waiting(storage) if target.upload is not None else ()
+    apply(storage, target.retention, f"retention at step {manifest.step}", bound)
 
 
 def _report(data: str, rank: int) -> str:

@@ -28,11 +28,12 @@ class StorageError(OSError):
 class Storage:
     """Keys below one root."""
 
-    def __init__(self, url: str | Path):
+    def __init__(self, url: str | Path, key_file: str | None = None):
         """``url``: a local path, or ``gs://bucket/path``, ``s3://bucket/path``; ``http(s)://`` for reading only.
 
-        Credentials are found as Google's and Amazon's own tools find them.
+        Credentials are found as Google's and Amazon's own tools find them. ``key_file``: what seals the arrays; see `cipher.py`.
         """
+        self.key_file = key_file
         self.url = str(url)
         self.folder = None if self.url.startswith(REMOTE) else Path(self.url).absolute()
         self._context = ts.Context()

@@ -24,6 +24,7 @@ import jax
 
 from megascale_jax.checkpoint.arrays import BlockReader
 from megascale_jax.checkpoint.broadcast import read_broadcast
+from megascale_jax.checkpoint.cipher import Cipher
 from megascale_jax.checkpoint.host_memory import HostMemory
 from megascale_jax.checkpoint.keeper_client import keeper_folder
 from megascale_jax.checkpoint.manifest import Manifest, mark_damaged, published_steps, read_manifest
@@ -71,7 +72,7 @@ class CheckpointStore:
         self.errors = 0
         self.blocked_s = 0.0
         """How long the newest save held up the training, seconds."""
-        self._storage, self._plan, self._settings, self._say = Storage(url), plan, settings, say
+        self._storage, self._plan, self._settings, self._say = Storage(url, settings.key_file), plan, settings, say
         self._grid = grid_of(plan)
         shared = all_gather_json({"launch": secrets.token_hex(8), "secret": secrets.token_hex(32), "run": run_identity})[0]
         self._launch, self._fingerprint = shared["launch"], fingerprint(plan)
@@ -88,7 +89,11 @@ class CheckpointStore:
             compression=settings.compression,
             retention=Retention(settings.keep, settings.keep_every, settings.keep_hours),
             publish_limit_s=settings.limit_s,
+            key_file=settings.key_file,
+            upload=settings.upload,
         )
+        if settings.key_file is not None:
+            Cipher(settings.key_file)  # what is wrong with it is said now
         threading.Thread(target=self._watch, daemon=True).start()
 
     def __enter__(self) -> Self:

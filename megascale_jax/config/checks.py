@@ -235,4 +235,14 @@ def _memory(experiment: Experiment) -> Iterator[str]:
         )
 
 
-_RULES = (_heads, _block, _batch, _pipeline, _limits, _node, _training, _data, _kernels, _memory)
+def _checkpoint(experiment: Experiment) -> Iterator[str]:
+    settings = experiment.train.checkpoint
+    if settings.key_file is not None and settings.compression != "none":
+        yield "train.checkpoint.compression does not go with key_file: sealed blocks are not compressed; set it to none"
+    if settings.upload is not None and "://" in (settings.place or ""):
+        yield f"train.checkpoint.upload copies from a folder, but train.checkpoint.place is {settings.place}; leave one of them out"
+    if settings.place is not None and settings.place.startswith(("http://", "https://")):
+        yield f"train.checkpoint.place {settings.place} can only be read; expected a folder, gs://bucket/path or s3://bucket/path"
+
+
+_RULES = (_heads, _block, _batch, _pipeline, _limits, _node, _training, _data, _checkpoint, _kernels, _memory)

@@ -229,6 +229,10 @@ class CheckpointConfig(Section):
     place: str | None = Field(
         default=None, description="where they lie: a folder, gs://bucket/path or s3://bucket/path; null: checkpoints/ in the run folder"
     )
+    upload: str | None = Field(
+        default=None,
+        description="a further copy of each, verified before the first may go, on anything that fsspec knows: hdfs://host/path; null: none",
+    )
     keep: Positive = Field(default=2, description="newest checkpoints kept there")
     keep_every: Positive | None = Field(default=None, description="checkpoints whose step is a multiple of this stay for ever; null: none")
     keep_hours: Annotated[float, Field(gt=0)] | None = Field(
@@ -236,6 +240,9 @@ class CheckpointConfig(Section):
     )
     compression: Literal["none", "zstd"] = Field(
         default="none", description="of blocks on storage; zstd saves about 8 % of random fp32 numbers and costs twice the CPU time"
+    )
+    key_file: str | None = Field(
+        default=None, description="file with 32 bytes or 64 hex digits that encrypts them on storage (AES-256-GCM); null: not encrypted"
     )
     restore: Literal["auto", "broadcast", "plain"] = Field(
         default="auto",

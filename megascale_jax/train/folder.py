@@ -46,7 +46,8 @@ class RunFolder:
 
     def storage(self, experiment: Experiment | None = None) -> Storage:
         """Where the checkpoints lie, by this configuration or the one that the run was started with."""
-        return Storage((experiment or self.experiment()).train.checkpoint.place or self.path / CHECKPOINTS)
+        settings = (experiment or self.experiment()).train.checkpoint
+        return Storage(settings.place or self.path / CHECKPOINTS, settings.key_file)
 
     def experiment(self) -> Experiment:
         """The configuration that the run was started with. Raises RunFolderError when this is no run."""

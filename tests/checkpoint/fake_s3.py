@@ -1,0 +1,94 @@
+"""An S3 of this machine: one bucket in memory, as much of the protocol as TensorStore speaks; counts what it was asked for."""
+
+import hashlib
+import threading
+import urllib.parse
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from xml.sax.saxutils import escape
+
+
+class FakeS3:
+    """Objects by key. ``refuse`` makes every request fail with that status."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.requests: Counter[str] = Counter()
+        self.refuse: int | None = None
+        self.lock = threading.Lock()
+
+
+def _listing(store: FakeS3, query: dict[str, list[str]]) -> bytes:
+    prefix, after = query.get("prefix", [""])[0], query.get("start-after", [""])[0]
+    keys = sorted(key for key in store.objects if key.startswith(prefix) and key > after)
+    contents = "".join(
+        f"<Contents><Key>{escape(key)}</Key><Size>{len(store.objects[key])}</Size>"
+        f"<LastModified>2026-01-01T00:00:00.000Z</LastModified><ETag>&quot;x&quot;</ETag></Contents>"
+        for key in keys
+    )
+    return (
+        '<?xml version="1.0" encoding="UTF-8"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
+        f"<Name>bucket</Name><Prefix>{escape(prefix)}</Prefix><KeyCount>{len(keys)}</KeyCount><MaxKeys>1000</MaxKeys>"
+        f"<IsTruncated>false</IsTruncated>{contents}</ListBucketResult>"
+    ).encode()
+
+
+@contextmanager
+def fake_s3() -> Iterator[tuple[str, FakeS3]]:
+    """Serve an empty bucket called ``bucket``; its address and its content."""
+    store = FakeS3()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def _answer(self, status: int, content: bytes = b"", **headers: str) -> None:
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name.replace("_", "-"), value)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(content)
+
+        def _handle(self) -> None:
+            parsed = urllib.parse.urlsplit(self.path)
+            key = urllib.parse.unquote(parsed.path).removeprefix("/bucket").lstrip("/")
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            with store.lock:
+                store.requests[self.command] += 1
+                if store.refuse is not None:
+                    return self._answer(store.refuse, b"<Error><Code>AccessDenied</Code></Error>")
+                if self.command == "PUT":
+                    store.objects[key] = body
+                    return self._answer(200, ETag=f'"{hashlib.md5(body).hexdigest()}"')
+                if self.command == "DELETE":
+                    store.objects.pop(key, None)
+                    return self._answer(204)
+                if not key:
+                    return self._answer(200, _listing(store, urllib.parse.parse_qs(parsed.query)), x_amz_bucket_region="us-east-1")
+                if key not in store.objects:
+                    return self._answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
+                content = store.objects[key]
+                tag = f'"{hashlib.md5(content).hexdigest()}"'
+                wanted = self.headers.get("Range")
+                if wanted is None:
+                    return self._answer(200, content, ETag=tag)
+                first, _, last = wanted.removeprefix("bytes=").partition("-")
+                begin = int(first) if first else len(content) - int(last)
+                end = min(int(last) if last and first else len(content) - 1, len(content) - 1)
+                return self._answer(206, content[begin : end + 1], ETag=tag, Content_Range=f"bytes {begin}-{end}/{len(content)}")
+
+        do_GET = do_PUT = do_DELETE = do_HEAD = _handle
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", store
+    finally:
+        server.shutdown()
+        server.server_close()
