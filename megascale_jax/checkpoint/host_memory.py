@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,14 @@ class HostMemory:
         self._next = (number + 1) % SLOTS
         return SlotReader(self._slots[number], content.index, content.sums, tier)
 
+    def forget(self, state: MemoryState) -> None:
+        """Give up this rank's part of a state that turned out to be damaged somewhere; it is not offered again, after a restart neither."""
+        for number, content in list(self._contents.items()):
+            if (content.index.step, content.index.launch) == (state.step, state.launch):
+                del self._contents[number]
+                with suppress(OSError):
+                    self._keeper.ask("forget", slot=number)
+
     def finish(self, limit_s: float) -> dict[str, Any]:
         """Until stage 2 has nothing left to do; the keeper's status."""
         return self._keeper.ask("wait", limit_s=limit_s)
@@ -107,11 +116,9 @@ class HostMemory:
 
     def close(self, *, is_over: bool) -> None:
         """Leave; with ``is_over`` the keeper may forget the slots. Never raises."""
-        try:
+        with suppress(OSError):  # a keeper that is gone has forgotten them
             if is_over:
                 self._keeper.ask("release")
-        except OSError:
-            pass  # a keeper that is gone has forgotten them
         self._keeper.close()
         for slot in self._slots.values():
             slot.close()

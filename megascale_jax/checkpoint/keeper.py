@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 from filelock import FileLock, Timeout
 
 from megascale_jax.checkpoint.channel import Channel
@@ -118,6 +119,7 @@ class Keeper:
             "status": self._status,
             "peers": self._meet_peers,
             "fetch": self._fetch,
+            "forget": self._forget,
             "release": self._release,
         }
         try:
@@ -196,6 +198,13 @@ class Keeper:
         self._replace(request, Held(slot, index, sums))
         request.reply_descriptors = [slot.descriptor]
         return {"num_bytes": slot.num_bytes, "index": index.to_json(), "sums": sums}
+
+    def _forget(self, request: Request) -> dict[str, Any]:
+        """A slot's content turned out to be damaged: nobody is offered it again."""
+        with self.changed:
+            held = request.rank.slots[request.message["slot"]]
+            held.index = held.sums = None
+        return {}
 
     def _release(self, request: Request) -> dict[str, Any]:
         """The run is over: nobody will come for the rank's slots."""
@@ -301,9 +310,7 @@ class Keeper:
 def lowest_priority() -> None:
     """Give way to everything else on this host, on the CPU and, where the kernel lets us, on the disk."""
     os.nice(19)
-    with contextlib.suppress(ImportError, OSError):
-        import psutil
-
+    with contextlib.suppress(OSError):
         psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
 
 

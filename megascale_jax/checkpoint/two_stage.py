@@ -194,6 +194,7 @@ class CheckpointStore:
         problems = [problem for problem in all_gather_json(problem) if problem is not None]
         if problems or shards is None:
             self._say(f"step {state.step} in memory is passed over: {problems[0]}")
+            self._memory.forget(state)
             return None
         return Restored(state.step, shards.arrays(), description, state.tier)
 

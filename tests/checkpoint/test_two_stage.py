@@ -156,10 +156,14 @@ def test_rotten_memory_is_passed_over(run):
     for slot in slots_of(store.keeper_pid):
         flip(slot)
     store.close()
-    restored = run.store(here).restore()
+    again = run.store(here)
+    restored = again.restore()
     assert (restored.step, restored.tier) == (7, "durable")
     assert [line for line in run.said if "step 7 in memory is passed over" in line and "wrong checksum" in line]
     check_state(here, restored.arrays)
+    again.close()
+    said = len(run.said)
+    assert run.store(here).restore().tier == "durable" and len(run.said) == said, "it is not offered a second time"
 
 
 def test_damaged_checkpoint_is_marked_and_the_one_before_is_taken(run):
