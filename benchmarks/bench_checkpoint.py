@@ -6,6 +6,7 @@
 up, over a plain copy of the same arrays into memory that is there already; how much longer the ten steps after it take than the
 ten before; how long stage 2 takes. **Restoring** (four processes of one data-parallel group, a checkpoint that was saved whole): every rank
 reads what it needs, against one reader and broadcast, both from a storage that gives 100 MB/s in all; then from the memory of the host.
+**Data**: `bench_data.py` in the same run.
 
 Nothing is asserted about time. Times of CPU runs say nothing about GPUs: what carries over is which copies and which reads there are.
 """
@@ -22,9 +23,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from bench_data import hand_over, storage, synthetic_data
 from rich.console import Console
 from rich.table import Table
-from step_report import birth_certificate
+from step_report import birth_certificate, hardware_slug
 from throttled_storage import throttled
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,6 +89,11 @@ def main(
         record |= saving(Bench(Path(name)), rounds, layers)
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-") as name:
         record |= restoring(Bench(Path(name)))
+    with tempfile.TemporaryDirectory(prefix="bench-checkpoint-") as name:
+        data = synthetic_data(Path(name))
+        record["disk_reads_per_host"] = storage(data, shared=True)["loader_x"]
+        handed = hand_over(data, rounds=15, batches=16)
+        record |= {"handover_ratio": handed["ratio"], "handover_ratio_all": handed["ratios"]}
     record["load_after"] = os.getloadavg()
     json_path.parent.mkdir(parents=True, exist_ok=True)
     json_path.write_text(json.dumps(record, indent=1) + "\n")
@@ -176,6 +183,16 @@ def rows(record: dict[str, Any]) -> list[tuple[str, str, str]]:
             f"{record['local_speedup']:.1f}",
             f"{record['broadcast_s']:.1f} s / {record['local_s']:.2f} s; from this disk, cached, {record['disk_s']:.2f} s",
         ),
+        (
+            "bytes asked of files, 8 ranks with a loader / one reader",
+            f"{record['disk_reads_per_host']:.2f}",
+            "8 ranks that need the same rows",
+        ),
+        (
+            "hand-over of a batch / memcpy, each of 8 readers",
+            f"{record['handover_ratio']:.2f}",
+            f"16 MiB; {min(record['handover_ratio_all']):.2f} to {max(record['handover_ratio_all']):.2f} over rounds",
+        ),
     ]
 
 
@@ -191,7 +208,7 @@ def show(record: dict[str, Any]) -> None:
         lines.append(f"| {' | '.join(row)} |")
     lines += ["", "CPU times say nothing about GPUs. What is compared is in the head of `benchmarks/bench_checkpoint.py`.", ""]
     month = record["date"][:7].replace("-", "")
-    report = ROOT / f"benchmarks/results/checkpoint_{os.cpu_count()}cpu_{month}.md"
+    report = ROOT / f"benchmarks/results/checkpoint_{hardware_slug(record)}_{month}.md"
     report.write_text("\n".join(lines))
     console = Console()
     console.width = max(console.width, 150)

@@ -69,10 +69,14 @@ def table(rows: Sequence[Row]) -> Table:
     return shown
 
 
+def hardware_slug(record: dict[str, Any]) -> str:
+    """The hardware of a birth certificate as a part of a file's name."""
+    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\(r\)|processor|cpu|virtual|devices", "", record["hardware"].lower())).strip("-")
+
+
 def write_markdown(folder: Path, record: dict[str, Any]) -> Path:
     """Write ``step_<hardware>_<yyyymm>.md``, one section a model; a section measured again replaces the old one."""
-    slug = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\(r\)|processor|cpu|virtual|devices", "", record["hardware"].lower())).strip("-")
-    path = folder / f"step_{slug}_{record['date'][:7].replace('-', '')}.md"
+    path = folder / f"step_{hardware_slug(record)}_{record['date'][:7].replace('-', '')}.md"
     sections = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", path.read_text(), re.DOTALL | re.MULTILINE)) if path.exists() else {}
     for model in dict.fromkeys(row["model"] for row in record["rows"]):
         sections[model] = _section(record, [row for row in record["rows"] if row["model"] == model])

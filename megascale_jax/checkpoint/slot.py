@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 
 from megascale_jax.checkpoint.stored import Index, StoredArray
+from megascale_jax.comm.memory_file import make_memory_file
 from megascale_jax.errors import CheckpointError
 
 SLOTS = 2
@@ -73,12 +74,10 @@ class Slot:
 
     def __init__(self, num_bytes: int, descriptor: int | None = None, *, prefault: bool = False):
         """``prefault``: take the pages now, so that the first save does not. Raises OSError when there is not enough memory."""
-        self.descriptor = os.memfd_create("megascale-slot", os.MFD_CLOEXEC) if descriptor is None else descriptor
+        self.descriptor = make_memory_file("megascale-slot", num_bytes) if descriptor is None else descriptor
         self.num_bytes = num_bytes
-        if descriptor is None:
-            os.ftruncate(self.descriptor, num_bytes)
-        elif os.fstat(descriptor).st_size != num_bytes:
-            raise OSError(f"a slot of {os.fstat(descriptor).st_size} bytes arrived, expected {num_bytes}")
+        if os.fstat(self.descriptor).st_size != num_bytes:
+            raise OSError(f"a slot of {os.fstat(self.descriptor).st_size} bytes arrived, expected {num_bytes}")
         self._map = mmap.mmap(self.descriptor, num_bytes)
         self.data = np.frombuffer(self._map, np.uint8)
         if prefault:

@@ -10,19 +10,16 @@ decided here (`loader.py`). When memory is short, making the ring is an ``OSErro
 (or the kernel ends the loader, where a container has less than the machine), never a SIGBUS later.
 """
 
-import errno
 import math
 import mmap
-import os
-import tempfile
 from dataclasses import dataclass
 
 import numpy as np
 
+from megascale_jax.comm.memory_file import make_memory_file
 from megascale_jax.data.batch import BATCH_KEYS, Batch
 
 _ALIGNMENT = 64
-_FOLDER = "/dev/shm"
 
 
 @dataclass(frozen=True)
@@ -78,16 +75,4 @@ class Ring:
 
 def make_ring_file(shape: RingShape) -> int:
     """Descriptor of a new file of zeros for ``shape``, owned by this process alone. Raises ``OSError`` when memory is short."""
-    if shape.num_bytes > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE // 2:  # the limit that /dev/shm has; memory files have none
-        raise OSError(errno.ENOMEM, "more than half of this machine's memory")
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("megascale-data")
-    else:  # a Python built for an old C library
-        with tempfile.TemporaryFile(dir=_FOLDER) as file:
-            descriptor = os.dup(file.fileno())
-    try:
-        os.posix_fallocate(descriptor, 0, shape.num_bytes)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
+    return make_memory_file("megascale-data", shape.num_bytes)

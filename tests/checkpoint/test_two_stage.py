@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megascale_jax.checkpoint.keeper_client import keeper_folder
@@ -212,6 +213,21 @@ def test_unreadable_storage_is_an_error_and_no_reason_for_an_older_step(run, mon
         store.restore()
     monkeypatch.undo()
     assert published_steps(run.folder) == [3, 7]
+
+
+def test_too_little_host_memory_is_said_and_counted_and_training_goes_on(run, monkeypatch):
+    here = plan(data=2)
+    store = run.store(here)
+    free = psutil.virtual_memory()
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free._replace(available=1000))
+    store.prepare()
+    save(store, here, 3)
+    assert store.errors == 1 and published_steps(run.folder) == []
+    assert [line for line in run.said if "step 3 was not saved" in line and "do not fit into the memory of this host" in line]
+    monkeypatch.undo()
+    monkeypatch.setenv("MEGASCALE_KEEPER", str(run.folder.parent / "keeper"))
+    save(store, here, 4)
+    assert published_steps(run.folder) == [4]
 
 
 def test_retention_follows_the_configuration(run):
