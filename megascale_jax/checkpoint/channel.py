@@ -9,10 +9,12 @@ import array
 import hashlib
 import hmac
 import json
+import os
 import secrets
 import socket
 import struct
 from collections.abc import Buffer, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 _HEADER = struct.Struct("!IQ")
@@ -135,13 +137,26 @@ def connect_tcp(host: str, port: int, secret: str, limit_s: float) -> Channel:
     return channel
 
 
-def connect_unix(path: str, limit_s: float) -> Channel:
-    """A channel to the keeper of this host. Raises ConnectionError when there is none."""
+def keeper_address(folder: Path) -> bytes:
+    """Socket of the keeper of a folder, in the namespace of sockets without a file: nothing is left behind, no path is too long."""
+    return f"\0megascale-keeper-{os.getuid()}-{hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:24]}".encode()
+
+
+def connect_unix(folder: Path, limit_s: float) -> Channel:
+    """A channel to the keeper of a folder on this host. Raises ConnectionError when there is none."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(limit_s)
     try:
-        connection.connect(path)
+        connection.connect(keeper_address(folder))
+        if not is_own(connection):
+            raise OSError("the socket belongs to another user")
     except OSError as error:
         connection.close()
-        raise ConnectionError(f"no keeper answers at {path}: {error}") from error
+        raise ConnectionError(f"no keeper answers for {folder}: {error}") from error
     return Channel(connection, limit_s)
+
+
+def is_own(connection: socket.socket) -> bool:
+    """Whether the process at the other end of a Unix socket is this user's."""
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return user == os.getuid()

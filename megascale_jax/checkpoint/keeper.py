@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 from filelock import FileLock, Timeout
 
-from megascale_jax.checkpoint.channel import Channel
+from megascale_jax.checkpoint.channel import Channel, is_own, keeper_address
 from megascale_jax.checkpoint.holdings import Held, Job, Rank, Request
 from megascale_jax.checkpoint.peers import PeerServer, send_copy
 from megascale_jax.checkpoint.retention import apply
@@ -39,7 +39,7 @@ IDLE_S = 600.0
 ANSWER_S = 60.0
 HANDOVER_S = 10.0
 """How long a keeper that starts waits for one that ends."""
-SOCKET, ALIVE = "keeper.sock", "keeper.lock"
+ALIVE = "keeper.lock"
 _POLL_S = 0.2
 
 
@@ -64,12 +64,9 @@ class Keeper:
     def serve(self) -> None:
         """Answer the ranks of this host. Raises Timeout when another keeper does already."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path = self.folder / SOCKET
         with FileLock(self.folder / ALIVE, timeout=HANDOVER_S), contextlib.ExitStack() as stack:
-            path.unlink(missing_ok=True)
             server = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            server.bind(str(path))
-            stack.callback(path.unlink, missing_ok=True)
+            server.bind(keeper_address(self.folder))
             server.listen(64)
             server.settimeout(_POLL_S)
             for work in (self._carry, self._publish, self._upload):
@@ -77,6 +74,9 @@ class Keeper:
             while not self._has_ended():
                 with contextlib.suppress(TimeoutError):
                     connection, _ = server.accept()
+                    if not is_own(connection):
+                        connection.close()
+                        continue
                     with self.changed:
                         self._connections += 1  # here, not in the thread, before which this one may find that all is over
                     threading.Thread(target=self._talk, args=(Channel(connection, ANSWER_S),), daemon=True).start()
@@ -334,7 +334,7 @@ def serve(folder: Path, idle_s: float) -> None:
 def main() -> None:
     """Entry point of the process that a rank starts."""
     parser = argparse.ArgumentParser(description="Hold the newest states of a run's local ranks, and carry them to storage.")
-    parser.add_argument("folder", type=Path, help="folder of the keeper's socket")
+    parser.add_argument("folder", type=Path, help="folder of the keeper's lock and log; its name is also that of the socket")
     parser.add_argument("--idle-s", type=float, default=IDLE_S, help="seconds without a rank after which it ends")
     options = parser.parse_args()
     serve(options.folder, options.idle_s)

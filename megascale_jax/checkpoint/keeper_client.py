@@ -19,7 +19,7 @@ from typing import Any
 from filelock import FileLock
 
 from megascale_jax.checkpoint.channel import Channel, connect_unix
-from megascale_jax.checkpoint.keeper import IDLE_S, SOCKET
+from megascale_jax.checkpoint.keeper import IDLE_S
 from megascale_jax.checkpoint.slot import Slot
 from megascale_jax.errors import CheckpointError
 
@@ -124,7 +124,7 @@ def _meet(folder: Path, rank: int) -> tuple[Channel, dict[str, Any]]:
 
 
 def _greet(folder: Path, rank: int) -> tuple[Channel, dict[str, Any]]:
-    channel = connect_unix(str(folder / SOCKET), ANSWER_S)
+    channel = connect_unix(folder, ANSWER_S)
     try:
         return channel, channel.ask({"op": "hello", "rank": rank})
     except ConnectionError:

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megascale_jax.checkpoint.channel import connect_unix
 from megascale_jax.checkpoint.keeper_client import keeper_folder
 from megascale_jax.checkpoint.manifest import Part, published_steps
 from megascale_jax.checkpoint.storage import Storage
@@ -103,7 +104,8 @@ def test_keeper_ends_and_gives_its_memory_back_when_the_run_is_over(run):
     assert len(slots_of(pid)) == 2
     store.close(is_over=True)
     until(lambda: not is_alive(pid))
-    assert not (keeper_folder(run.identity) / "keeper.sock").exists()
+    with pytest.raises(ConnectionError, match="no keeper answers"):
+        connect_unix(keeper_folder(run.identity), LIMIT_S)
 
 
 def test_keeper_outlives_its_rank_and_ends_when_nobody_comes_back(run, monkeypatch):
