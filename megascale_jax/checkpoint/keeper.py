@@ -6,17 +6,12 @@ priority, so that steps do not feel it. After a crash the next trainer gets the 
 
 One keeper serves all ranks of a run on its host. It ends by itself: at once when every rank has released its slots, else when
 no rank has been connected for a while and no work is left. SIGTERM asks it to end as soon as its work is done. It imports no JAX.
-
-    python -m megascale_jax.checkpoint.keeper FOLDER        # what `megascale keep RUN_FOLDER` runs
 """
 
-import argparse
 import contextlib
 import os
 import queue
-import signal
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -24,8 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from megascale_jax.checkpoint.channel import Channel, is_own, keeper_address
 from megascale_jax.checkpoint.holdings import Held, Job, Rank, Request
@@ -305,40 +299,3 @@ class Keeper:
                 with self.changed:
                     self._working -= 1
                     self.changed.notify_all()
-
-
-def lowest_priority() -> None:
-    """Give way to everything else on this host, on the CPU and, where the kernel lets us, on the disk."""
-    os.nice(19)
-    with contextlib.suppress(OSError):
-        psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
-
-
-def serve(folder: Path, idle_s: float) -> None:
-    """Be the keeper in ``folder`` until there is no reason to. Files that it makes are for this user only."""
-    os.umask(0o077)
-    lowest_priority()
-    keeper = Keeper(folder, idle_s)
-
-    def stop(*_: object) -> None:
-        keeper.stopping = True
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, stop)
-    try:
-        keeper.serve()
-    except Timeout:
-        print(f"another keeper serves {folder}", file=sys.stderr)
-
-
-def main() -> None:
-    """Entry point of the process that a rank starts."""
-    parser = argparse.ArgumentParser(description="Hold the newest states of a run's local ranks, and carry them to storage.")
-    parser.add_argument("folder", type=Path, help="folder of the keeper's lock and log; its name is also that of the socket")
-    parser.add_argument("--idle-s", type=float, default=IDLE_S, help="seconds without a rank after which it ends")
-    options = parser.parse_args()
-    serve(options.folder, options.idle_s)
-
-
-if __name__ == "__main__":
-    main()

@@ -52,7 +52,7 @@ def start_keeper(folder: Path, idle_s: float | None = None) -> None:
     try:
         os.posix_spawn(
             sys.executable,
-            [sys.executable, "-m", "megascale_jax.checkpoint.keeper", str(folder), "--idle-s", str(idle)],
+            [sys.executable, "-m", "megascale_jax.checkpoint.keeper_process", str(folder), "--idle-s", str(idle)],
             os.environ,
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),

@@ -16,8 +16,8 @@ def keep(
     hand where a supervisor must own it (a container, a systemd unit, a Slurm step), before the ranks. It gives way to
     everything else on CPU and disk, ends at once when the run is over, and otherwise when no rank has come back for a while.
     """
-    from megascale_jax.checkpoint.keeper import serve
     from megascale_jax.checkpoint.keeper_client import keeper_folder
+    from megascale_jax.checkpoint.keeper_process import serve
     from megascale_jax.train.folder import RunFolder
 
     folder = RunFolder(run)

@@ -125,7 +125,7 @@ def test_manifest_of_a_newer_format_and_of_another_step_are_refused(tmp_path):
 
 
 def test_files_are_for_the_owner_only_when_the_keeper_writes_them(tmp_path):
-    """The keeper's umask; see `keeper.main`."""
+    """The keeper's umask; see `keeper_process.serve`."""
     import os
 
     old = os.umask(0o077)

@@ -31,6 +31,15 @@ class StopAt:
         return self.step is not None and self.count >= self.step
 
 
+class Killed(Exception):
+    """What ends a loop in the middle of a step."""
+
+
+def kill_at_7(count):
+    if count == 7:
+        raise Killed
+
+
 def tiny(data=2, tensor=2, **train):
     settings = {
         "steps": STEPS,
@@ -76,16 +85,9 @@ def test_losses_are_bit_equal_when_stopped_and_resumed(stop_at, prepared, unbrok
 def test_losses_are_bit_equal_when_the_newest_checkpoint_is_older_than_the_last_step(prepared, unbroken, tmp_path):
     """What a kill between steps leaves: metrics beyond the newest checkpoint."""
 
-    class Killed(Exception):
-        pass
-
-    def kill(count):
-        if count == 7:
-            raise Killed
-
     path = tmp_path / "run"
     with pytest.raises(Killed):
-        run(tiny(), prepared, path, StopAt(hook=kill))
+        run(tiny(), prepared, path, StopAt(hook=kill_at_7))
     assert losses(path)[-1][0] > published_steps(path / "checkpoints")[-1] == 4
     run(tiny(), prepared, path)
     assert losses(path) == unbroken[0]
@@ -106,16 +108,9 @@ def test_run_goes_on_with_another_layout(prepared, unbroken, tmp_path, capsys):
 def test_run_killed_after_a_save_goes_on_from_memory(prepared, unbroken, tmp_path, capsys):
     """Megatron-LM #5281 and dlrover #1065 turned round: what is in memory has its checksums, and is the newest."""
 
-    class Killed(Exception):
-        pass
-
-    def kill(count):
-        if count == 7:
-            raise Killed
-
     path = tmp_path / "run"
     with pytest.raises(Killed):
-        run(tiny(), prepared, path, StopAt(hook=kill))
+        run(tiny(), prepared, path, StopAt(hook=kill_at_7))
     shutil.rmtree(path / "checkpoints/4")
     second = run(tiny(), prepared, path)
     assert "resumed from step 4" in (said := capsys.readouterr().out) and "(memory of this host)" in said

@@ -1,0 +1,53 @@
+"""The keeper as a process: priority, signals, command line.
+
+python -m megascale_jax.checkpoint.keeper_process FOLDER        # what a rank starts, and `megascale keep RUN_FOLDER` runs
+"""
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+from filelock import Timeout
+
+from megascale_jax.checkpoint.keeper import IDLE_S, Keeper
+
+
+def lowest_priority() -> None:
+    """Give way to everything else on this host, on the CPU and, where the kernel lets us, on the disk."""
+    os.nice(19)
+    with contextlib.suppress(OSError):
+        psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
+
+
+def serve(folder: Path, idle_s: float) -> None:
+    """Be the keeper in ``folder`` until there is no reason to. Files that it makes are for this user only."""
+    os.umask(0o077)
+    lowest_priority()
+    keeper = Keeper(folder, idle_s)
+
+    def stop(*_: object) -> None:
+        keeper.stopping = True
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, stop)
+    try:
+        keeper.serve()
+    except Timeout:
+        print(f"another keeper serves {folder}", file=sys.stderr)
+
+
+def main() -> None:
+    """Entry point of the process that a rank starts."""
+    parser = argparse.ArgumentParser(description="Hold the newest states of a run's local ranks, and carry them to storage.")
+    parser.add_argument("folder", type=Path, help="folder of the keeper's lock and log; its name is also that of the socket")
+    parser.add_argument("--idle-s", type=float, default=IDLE_S, help="seconds without a rank after which it ends")
+    options = parser.parse_args()
+    serve(options.folder, options.idle_s)
+
+
+if __name__ == "__main__":
+    main()
