@@ -78,7 +78,7 @@ def list_them(place: Where, json: JsonOption = None) -> None:
         samples = "" if facts["samples"] is None else f"{facts['samples']:,}"
         commit = (facts["commit"] or "")[:10]
         table.add_row(str(one.step), one.state, age, _size(facts["num_bytes"]), str(facts["ranks"]), samples, commit, style=style)
-    console = Console()
+    console = _console()
     console.print(table if listed else f"{storage.url} has no checkpoints")
     if json is not None:
         rows = [{"step": o.step, "state": o.state, "problem": o.problem} | (summary_of(o.manifest) if o.manifest else {}) for o in listed]
@@ -138,7 +138,7 @@ def diff(
     texts = [read_manifest(s, n).description.get("experiment") for s, n in zip(storages, (chosen, other), strict=True)]
     experiments = [Experiment.model_validate_json(text) for text in texts if isinstance(text, str)]
     configured = [str(item) for item in differences(*experiments)] if len(experiments) == 2 else []
-    console = Console(soft_wrap=True)
+    console = _console()
     for line in configured:
         console.print(f"configuration  {line}", highlight=False)
     table = Table()
@@ -203,6 +203,14 @@ def delete(
         raise UsageError(f"step {step} is the newest complete checkpoint of {storage.url}; it stays")
     remove(storage, Deletion(str(step), reason), by="megascale checkpoint delete")
     Console(soft_wrap=True).print(f"step {step} of {storage.url} is deleted")
+
+
+def _console() -> Console:
+    """For tables: a file has no width, so columns are not cut there."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 140)
+    return console
 
 
 def _size(num_bytes: int) -> str:
