@@ -279,7 +279,8 @@ class Keeper:
                     storage = target.storage()
                     for step in waiting(storage):
                         upload(storage, step, target.upload)
-                    apply(storage, target.retention, f"retention after the upload of step {job.index.step}", waiting(storage))
+                    by = f"retention after the upload of step {job.index.step}"
+                    apply(storage, target.retention, by, launch=job.index.launch, bound=waiting(storage))
             finally:
                 with self.changed:
                     self._working -= 1

@@ -70,9 +70,19 @@ def _reason(manifest: Manifest, newest: set[int], policy: Retention, now_unix_s:
     return ", ".join(reasons)
 
 
-def apply(storage: Storage, policy: Retention, by: str, bound: Collection[int] = ()) -> list[Deletion]:
-    """Decide and delete; what was deleted. Raises OSError."""
-    deletions = decide(scan(storage), storage.folders(), policy, time.time(), bound)
+def apply(storage: Storage, policy: Retention, by: str, *, launch: str, bound: Collection[int] = ()) -> list[Deletion]:
+    """Decide and delete; what was deleted. What ``launch`` is writing stays, also where newer steps of another start lie beside it.
+
+    Raises OSError.
+    """
+    found = scan(storage)
+    published = {str(one.step) for one in found}
+
+    def is_being_written(folder: str) -> bool:
+        return folder not in published and any(storage.names(f"{folder}/{name}/") for name in (launch, f"{launch}.parts"))
+
+    decided = decide(found, storage.folders(), policy, time.time(), bound)
+    deletions = [deletion for deletion in decided if not is_being_written(deletion.folder)]
     for deletion in deletions:
         delete(storage, deletion, by)
     return deletions

@@ -153,8 +153,8 @@ def tidy(storage: Storage, target: Target, manifest: Manifest) -> None:
     inside = {key.split("/")[1] for key in storage.names(f"{manifest.step}/")}
     for name in inside - {manifest.launch, MANIFEST}:
         delete(storage, Deletion(f"{manifest.step}/{name}", "left by an earlier start of the run"), by=f"publication of {manifest.data}")
-    bound = waiting(storage) if target.upload is not None else ()
-    apply(storage, target.retention, f"retention at step {manifest.step}", bound)
+    bound = {manifest.step, *(waiting(storage) if target.upload is not None else ())}
+    apply(storage, target.retention, f"retention at step {manifest.step}", launch=manifest.launch, bound=bound)
 
 
 def _report(data: str, rank: int) -> str:

@@ -69,9 +69,9 @@ def test_deletions_are_on_record_and_the_damaged_one_is_not_counted(tmp_path):
         published(tmp_path, here, step, keep=9)
     mark_damaged(storage, 3, "a flipped byte")
     assert published_steps(tmp_path) == [1, 2]
-    assert apply(storage, Retention(keep=2), by="a test") == []
+    assert apply(storage, Retention(keep=2), by="a test", launch="now") == []
     published(tmp_path, here, 4, keep=9)
-    apply(storage, Retention(keep=1), by="a test")
+    apply(storage, Retention(keep=1), by="a test", launch="now")
     assert published_steps(tmp_path) == [4]
     lines = [json.loads(line) for line in (tmp_path / "deletions.jsonl").read_text().splitlines()]
     assert [(line["folder"], line["by"]) for line in lines] == [("1", "a test"), ("2", "a test"), ("3", "a test")]
@@ -86,3 +86,18 @@ def test_what_an_earlier_start_left_of_a_step_goes_when_it_is_published(tmp_path
     published(tmp_path, here, 7, launch="second")
     assert sorted(path.name for path in (tmp_path / "7").iterdir()) == ["manifest.json", "second"]
     assert published_steps(tmp_path) == [7]
+
+
+def test_run_that_goes_on_from_an_older_step_keeps_what_it_writes(tmp_path):
+    """Steps of another start are newer: neither the step just published nor the one in hand may go for that."""
+    here, storage = plan(data=2), Storage(tmp_path)
+    for step in (8, 12, 16):
+        published(tmp_path, here, step, launch="before", keep=9)
+    (tmp_path / "5/now").mkdir(parents=True)
+    (tmp_path / "5/now/manifest.ocdbt").write_bytes(b"x")
+    (tmp_path / "6/older").mkdir(parents=True)
+    published(tmp_path, here, 4, launch="now", keep=2)
+    assert published_steps(tmp_path) == [4, 12, 16]
+    assert (tmp_path / "5/now").is_dir() and not (tmp_path / "6").exists()
+    apply(storage, Retention(keep=2), by="a test", launch="now")
+    assert published_steps(tmp_path) == [12, 16]

@@ -47,7 +47,7 @@ def test_first_copy_stays_until_the_second_is_there(tmp_path):
     for step in (1, 2, 3):
         published(tmp_path, here, step, keep=9)
     upload(storage, 1, f"file://{tmp_path}/there")
-    gone = apply(storage, Retention(1), "a test", bound=waiting(storage))
+    gone = apply(storage, Retention(1), "a test", launch="now", bound=waiting(storage))
     assert [deletion.folder for deletion in gone] == ["1"]
     assert published_steps(tmp_path) == [2, 3]
 
