@@ -80,15 +80,19 @@ def test_any_cut_is_filled_from_any_other(data):
                 np.testing.assert_array_equal(got, whole[tuple(map(slice, region.start, region.stop))])
 
 
-@settings(deadline=None, max_examples=30)
-@given(grids())
-def test_what_is_replicated_is_written_by_many_ranks(grid):
-    """Blocks that all ranks have alike are dealt out, not left to rank 0."""
-    owners = Counter(
-        rank for name in grid.stored for rank in range(grid.layout.mesh.size) for block in grid.blocks(name, rank) if block.is_owned
-    )
-    if grid.layout.mesh.data > 1:
-        assert max(owners.values()) < sum(owners.values())
+def test_what_is_replicated_is_written_by_many_ranks():
+    """Biases, which all data-parallel ranks have alike, are dealt out among them; so are norms among tensor-parallel ones."""
+    model = ModelConfig(**(MODEL | {"num_layers": 8, "window": "full", "hidden_size": 8, "attention_bias": True, "mlp_bias": True}))
+    grid = StateGrid(parameter_specs(model), Layout.of(model, ParallelConfig(data=4, tensor=2)), 8)
+    shares = Counter()
+    for rank in range(8):
+        for name in ("params.up_bias", "first_moment.q_bias", "second_moment.v_bias", "params.k_bias"):
+            shares["data", rank // 2] += sum(block.is_owned for block in grid.blocks(name, rank))
+        for name in ("params.norm_scale", "first_moment.norm_bias"):
+            shares["tensor", rank % 2] += sum(block.is_owned for block in grid.blocks(name, rank))
+    data, tensor = ([share for (axis, _), share in shares.items() if axis == wanted] for wanted in ("data", "tensor"))
+    assert sum(data) == 4 * 8 * 2 and max(data) < 0.5 * sum(data)
+    assert sum(tensor) == 2 * 8 * 4 and max(tensor) < 0.75 * sum(tensor)
 
 
 def test_layer_parameters_lie_in_whole_chunks_and_counters_everywhere():

@@ -1,0 +1,70 @@
+"""The keeper's own rules, without processes: who may fill a slot when, and when it ends."""
+
+import threading
+import time
+
+import pytest
+
+from megascale_jax.checkpoint.holdings import Held, Rank, Request
+from megascale_jax.checkpoint.keeper import Keeper
+from megascale_jax.checkpoint.slot import Slot
+
+
+@pytest.fixture
+def keeper(tmp_path):
+    return Keeper(tmp_path, idle_s=0.2)
+
+
+def holding(keeper, *, busy):
+    held = Held(Slot(4096), busy=busy)
+    keeper.ranks[0] = Rank({0: held})
+    return held
+
+
+def ask(keeper, op, **message):
+    return getattr(keeper, f"_{op}")(Request(0, keeper.ranks[0], {"slot": 0, "limit_s": 0.2, **message}, []))
+
+
+def test_slot_is_not_given_while_stage_two_reads_it(keeper):
+    held = holding(keeper, busy=True)
+    with pytest.raises(TimeoutError, match="stage 2 did not end within 0 s"):
+        ask(keeper, "acquire")
+    given = threading.Thread(target=ask, args=(keeper, "acquire"), kwargs={"limit_s": 30})
+    given.start()
+    time.sleep(0.05)
+    assert given.is_alive()
+    with keeper.changed:
+        held.busy = False
+        keeper.changed.notify_all()
+    given.join(10)
+    assert not given.is_alive()
+
+
+def test_slot_in_use_is_not_replaced_or_released(keeper):
+    holding(keeper, busy=True)
+    for op in ("release", "wait"):
+        keeper._working = 1
+        with pytest.raises(TimeoutError):
+            ask(keeper, op)
+    with pytest.raises(TimeoutError):
+        keeper._replace(Request(0, keeper.ranks[0], {"slot": 0, "limit_s": 0.1}, []), Held(Slot(4096)))
+
+
+def test_keeper_ends_when_all_is_over_or_nobody_comes(keeper):
+    holding(keeper, busy=False)
+    assert not keeper._has_ended()
+    keeper._working = 1
+    keeper.ranks[0].released = True
+    assert not keeper._has_ended(), "work in hand"
+    keeper._working = 0
+    keeper._connections = 1
+    assert not keeper._has_ended(), "a rank is there"
+    keeper._connections = 0
+    assert keeper._has_ended(), "released"
+    keeper.ranks[0].released = False
+    assert not keeper._has_ended(), "somebody may come back"
+    time.sleep(0.25)
+    assert keeper._has_ended(), "idle"
+    keeper._last_contact = time.monotonic()
+    keeper.stopping = True
+    assert keeper._has_ended(), "asked to"
