@@ -29,6 +29,9 @@ Batch = dict[str, np.ndarray]
 NO_TARGET = -1
 """Target of a position that has no loss."""
 
+UNTOUCHED: Mapping[str, Any] = {"samples": 0}
+"""State of a run that has taken no row yet, of whatever data."""
+
 _READ_THREADS = 1
 """Assembling holds the interpreter lock most of the time: a second thread costs CPU time and brings none."""
 
@@ -208,6 +211,10 @@ class TrainIterator:
 
         Raises ``DataError`` when the state is of other data, of another seed or order, or is none. The iterator is then unchanged.
         """
+        if dict(state) == UNTOUCHED:
+            self.close()
+            self._samples = 0
+            return
         own = self.state()
         if set(state) != set(own):
             raise DataError(f"A data state has the keys {sorted(own)}, this one has {sorted(state)}: it is of another version.")
