@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """Makes `fixtures/huggingface/`: a tiny random model of each architecture, saved by transformers, and the logits that it computes.
 
     python tests/checkpoint/make_huggingface_fixtures.py
