@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale_jax.data.manifest import MANIFEST_FILE
-from megascale_jax.data.pipeline import NO_TARGET, Batch, Prepared, TrainIterator, decode_row, held_out_batches, open_prepared, rows
+from megascale_jax.data.pipeline import (
+    NO_TARGET,
+    UNTOUCHED,
+    Batch,
+    Prepared,
+    TrainIterator,
+    decode_row,
+    held_out_batches,
+    open_prepared,
+    rows,
+)
 from megascale_jax.errors import DataError
 
 GLOBAL_BATCH = 16
@@ -157,6 +167,14 @@ def test_closing_keeps_the_position(prepared):
     with iterator(prepared) as train, iterator(prepared) as unbroken:
         assert_equal(next(train), next(unbroken))
         train.close()
+        assert_equal(next(train), next(unbroken))
+
+
+def test_state_of_a_run_that_took_no_row_fits_any_data(prepared):
+    with iterator(prepared) as train, iterator(prepared) as unbroken:
+        next(train)
+        train.restore(UNTOUCHED)
+        assert train.state() == unbroken.state()
         assert_equal(next(train), next(unbroken))
 
 
