@@ -142,17 +142,21 @@ def _complete_or_absent(output: Path) -> Iterator[Path]:
     """A hidden folder beside ``output`` that takes its place at the end, and is removed after an error."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"{output} exists and is not an empty folder; name another one")
-    output.absolute().parent.mkdir(parents=True, exist_ok=True)
-    hidden = Path(tempfile.mkdtemp(prefix=f".{output.absolute().name}.", dir=output.absolute().parent))
+    hidden = None
     try:
+        output.absolute().parent.mkdir(parents=True, exist_ok=True)
+        hidden = Path(tempfile.mkdtemp(prefix=f".{output.absolute().name}.", dir=output.absolute().parent))
         yield hidden
         mask = _umask()
         hidden.chmod(0o777 & ~mask)
         for file in hidden.glob("*.safetensors"):
             file.chmod(0o666 & ~mask)  # the library writes them for their owner alone
         hidden.replace(output)
+    except OSError as error:
+        raise UsageError(f"{output} cannot be written: {error}; make room, or name another folder") from error
     finally:
-        shutil.rmtree(hidden, ignore_errors=True)
+        if hidden is not None:
+            shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _umask() -> int:

@@ -173,6 +173,7 @@ def test_settings_that_our_model_cannot_express_are_refused(name, settings, mess
         ("gptj", {"lm_head.bias": np.ones(40, np.float32)}, {}, "lm_head.bias: not zero, but our output projection has no bias"),
         ("phi", {"lm_head.bias": None}, {}, "lm_head.bias: missing, expected [40]"),
         ("phi", {"model.layers.1.mlp.fc1.weight": np.ones((16, 24), np.float32)}, {}, "fc1.weight: [16, 24], expected [24, 16]"),
+        ("phi", {"model.final_layernorm.bias": np.zeros(16, np.float64)}, {}, "final_layernorm.bias: F64, expected F32 or BF16 or F16"),
         ("llama", {"model.layers.0.self_attn.q_norm.weight": np.ones(12, np.float32)}, {}, "q_norm.weight: unknown"),
         ("llama", {}, {"attention_bias": False}, "q_proj.bias: there, but config.json knows no such tensor"),
         ("llama", {}, {"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight: unknown"),

@@ -109,6 +109,7 @@ def test_a_full_vocabulary_can_be_sampled_only_and_says_so(tmp_path):
 
 def test_impossible_requests_are_refused_and_write_nothing(tmp_path):
     published(tmp_path / "run/checkpoints", plan())
+    published(tmp_path / "llama", plan(hidden_size=32, activation="swiglu", norm="rmsnorm", norm_bias=False, block="serial"))
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").write_text("x")
     small = shutil.copytree(LLAMA.parent / "phi", tmp_path / "phi")
@@ -121,6 +122,7 @@ def test_impossible_requests_are_refused_and_write_nothing(tmp_path):
         (UsageError, "--dtype 'int8'", ("export", tmp_path / "run", "-o", out, "--dtype", "int8")),
         (UsageError, "--shard-gib 0", ("export", tmp_path / "run", "-o", out, "--shard-gib", "0")),
         (UsageError, "is no folder", ("export", tmp_path / "nothing", "-o", out)),
+        (UsageError, "cannot be written", ("export", tmp_path / "llama", "-o", tmp_path / "full/file/out")),
         (CheckpointError, "is not complete", ("export", tmp_path / "run", "-o", out, "--step", 5)),
         (UsageError, "not an empty folder", ("import", LLAMA, *ONE_DEVICE, "-o", tmp_path / "full")),
         (CheckpointError, "has no config.json", ("import", tmp_path / "full", "-o", out)),

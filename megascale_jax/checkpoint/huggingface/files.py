@@ -19,7 +19,8 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES: Mapping[str, np.dtype] = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(bfloat16)}
 """What a model can be exported in."""
-_READ = ("float32", "bfloat16", "float16")
+READABLE = ("F32", "BF16", "F16")
+"""Types, as safetensors names them, whose every value fp32 holds."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -75,15 +76,16 @@ class TensorFolder:
         """Shape of a tensor."""
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """Type of a tensor, as safetensors names it."""
+        return str(self._file_of[name].get_slice(name).get_dtype())
+
     def read(self, name: str) -> np.ndarray:
-        """A tensor in fp32. Raises CheckpointError when it is damaged or of a type that fp32 does not hold exactly."""
+        """A tensor of one of the `READABLE` types in fp32. Raises CheckpointError when it cannot be read."""
         try:
-            value = self._file_of[name].get_tensor(name)
+            return self._file_of[name].get_tensor(name).astype(np.float32)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{self.folder}: {name} cannot be read: {error}") from error
-        if value.dtype.name not in _READ:
-            raise CheckpointError(f"{self.folder}: {name} is {value.dtype.name}; expected {', '.join(_READ)}")
-        return value.astype(np.float32)
 
 
 def write_tensors(folder: Path, sizes: Mapping[str, int], tensors: Iterable[tuple[str, np.ndarray]], limit_bytes: int) -> list[str]:
@@ -97,7 +99,10 @@ def write_tensors(folder: Path, sizes: Mapping[str, int], tensors: Iterable[tupl
     for name, held in zip(names, files, strict=True):
         content = dict(next(pending) for _ in held)
         assert list(content) == held, "tensors come in the order of their sizes"
-        save_file(content, folder / name, metadata={"format": "pt"})
+        try:
+            save_file(content, folder / name, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{name}: {error}") from error
     if len(files) > 1:
         weight_map = {tensor: name for name, held in zip(names, files, strict=True) for tensor in held}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}

@@ -15,7 +15,7 @@ import numpy as np
 from megascale_jax.checkpoint.arrays import BlockReader, merge, rank_folder, write_blocks
 from megascale_jax.checkpoint.grid import KINDS, StateGrid
 from megascale_jax.checkpoint.huggingface.architectures import Architecture
-from megascale_jax.checkpoint.huggingface.files import CONFIG, DTYPES, TensorFolder, write_tensors
+from megascale_jax.checkpoint.huggingface.files import CONFIG, DTYPES, READABLE, TensorFolder, write_tensors
 from megascale_jax.checkpoint.huggingface.settings import ForeignModel, to_settings
 from megascale_jax.checkpoint.huggingface.tensors import HEAD_BIAS, Tensor, TensorFormat
 from megascale_jax.checkpoint.inspect import assemble
@@ -119,6 +119,8 @@ def check_tensors(foreign: ForeignModel, files: TensorFolder) -> None:
                 problems.append(f"{name}: missing, expected {list(format.shape(tensor))}")
             elif files.shape(name) != format.shape(tensor):
                 problems.append(f"{name}: {list(files.shape(name))}, expected {list(format.shape(tensor))}")
+            elif files.dtype(name) not in READABLE:
+                problems.append(f"{name}: {files.dtype(name)}, expected {' or '.join(READABLE)}")
             elif tensor.members == (HEAD_BIAS,) and files.read(name).any():
                 problems.append(f"{name}: not zero, but our output projection has no bias")
     problems += [f"{name}: unknown" for name in sorted(files.names - known) if not name.endswith(_IGNORED)]
