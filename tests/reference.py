@@ -60,7 +60,7 @@ def _mlp(model: ModelConfig, p: dict, h):
 
 def row_logits(model: ModelConfig, params: dict, tokens, positions, segments):
     """Logits ``[S, V]`` of one row; per-layer parameters are ``[L, ...]``."""
-    layer_names = [n for n in params if n not in ("embedding", "position", "head", "final_norm_scale", "final_norm_bias")]
+    layer_names = [n for n in params if n not in ("embedding", "position", "head", "final_norm_scale", "final_norm_bias", "head_bias")]
     x = jnp.asarray(params["embedding"][tokens], float)
     if model.position == "learned":
         x = x + params["position"][positions]
@@ -77,7 +77,7 @@ def row_logits(model: ModelConfig, params: dict, tokens, positions, segments):
 
     x, _ = jax.lax.scan(one_layer, x, ({n: params[n] for n in layer_names}, (windows, turns)))
     x = _norm(model, params, "final_", x)
-    return x @ params["embedding" if model.tied_head else "head"].T
+    return x @ params["embedding" if model.tied_head else "head"].T + params.get("head_bias", 0.0)
 
 
 def mean_loss(model: ModelConfig, params: dict, batch: dict):

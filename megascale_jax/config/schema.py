@@ -53,6 +53,7 @@ class ModelConfig(Section):
     attention_bias: bool = Field(default=False, description="biases on q, k, v and o")
     mlp_bias: bool = Field(default=False, description="biases on up, gate and down")
     tied_head: bool = Field(default=False, description="the output projection is the embedding table")
+    head_bias: bool = Field(default=False, description="a bias on the output projection")
     dropout: Fraction = Field(default=0.0, description="chance that an element of a branch's output is dropped before the residual add")
     initializer_std: Annotated[float, Field(gt=0)] = Field(default=0.02, description="standard deviation of initial weights")
 
