@@ -4,7 +4,7 @@
     python tests/checkpoint/make_huggingface_fixtures.py
 
 Needs torch and transformers (docs/dependencies.md), not JAX. Run once; the versions are written beside the fixtures. Every vector is
-away from its initial 0 or 1, so that none can be lost unseen, but the biases of GPT-J's and Phi's output projections, which are zero.
+away from its initial 0 or 1, so that none can be lost unseen.
 """
 
 import json
@@ -47,10 +47,8 @@ def random_model(name: str, seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter_name == "lm_head.bias":
-                parameter.zero_()
-            elif parameter.ndim > 1:
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
                 parameter.normal_(0, 0.3)
             else:
                 parameter.add_(0.2 * torch.randn_like(parameter))

@@ -38,7 +38,7 @@ SAME_SETTING = {
 PARALLEL = {"hidden_size": 32, "head_size": None, "window": "full"}
 OURS = {
     "cohere2": {"norm_bias": False, "activation": "swiglu", "window": (3, "full"), "rotary_layers": "windowed", "attention_bias": True},
-    "gptj": {"rotary_size": 2},
+    "gptj": {"rotary_size": 2, "head_bias": True},
     "phi": {"rotary_size": 2, "norm_bias": False, "attention_bias": True, "num_kv_heads": 2},
     "llama": {"block": "serial", "norm": "rmsnorm", "norm_bias": False, "activation": "swiglu", "num_kv_heads": 2, "mlp_bias": True},
     "gpt2": {"block": "serial", "position": "learned", "tied_head": True},
@@ -156,7 +156,10 @@ def test_files_of_older_releases_are_read(tmp_path):
             "expected those of rope_type 'default'",
         ),
         ("llama", {"hidden_size": "removed"}, "lacks hidden_size"),
-        ("llama", {"hidden_size": 0}, "hidden_size is 0; expected a number from 1 on"),
+        ("llama", {"hidden_size": 0}, "hidden_size: Input should be greater than or equal to 1, got 0"),
+        ("llama", {"num_attention_heads": 0}, "config.json of llama is no model"),
+        ("llama", {"hidden_size": "wide"}, "config.json of llama is no model"),
+        ("cohere2", {"logit_scale": None}, "config.json of cohere2 is no model"),
         ("llama", {"rms_norm_eps": "small"}, "norm_epsilon"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True, expected False"),
     ],
@@ -170,7 +173,7 @@ def test_settings_that_our_model_cannot_express_are_refused(name, settings, mess
 @pytest.mark.parametrize(
     ("name", "tensors", "settings", "message"),
     [
-        ("gptj", {"lm_head.bias": np.ones(40, np.float32)}, {}, "lm_head.bias: not zero, but our output projection has no bias"),
+        ("llama", {"lm_head.bias": np.ones(260, np.float32)}, {}, "lm_head.bias: unknown"),
         ("phi", {"lm_head.bias": None}, {}, "lm_head.bias: missing, expected [40]"),
         ("phi", {"model.layers.1.mlp.fc1.weight": np.ones((16, 24), np.float32)}, {}, "fc1.weight: [16, 24], expected [24, 16]"),
         ("phi", {"model.final_layernorm.bias": np.zeros(16, np.float64)}, {}, "final_layernorm.bias: F64, expected F32 or BF16 or F16"),
@@ -215,7 +218,7 @@ def test_models_that_fit_no_architecture_are_refused_with_every_reason():
         "cohere2": ({"rotary_layers": "all"}, "model.rotary_layers is all, expected windowed"),
         "gptj": ({"rotary_base": 500.0}, "model.rotary_base is 500.0, expected 10000.0"),
         "phi": ({"window": (3, "full")}, "model.window is 3, expected full"),
-        "llama": ({"rotary_size": 2}, "model.rotary_size is 2, expected null"),
+        "llama": ({"rotary_size": 2, "head_bias": True}, "model.head_bias is true, expected false; model.rotary_size is 2, expected null"),
         "gpt2": ({"head_size": 8}, "the head width is 8, expected model.hidden_size / model.num_heads = 32 / 8"),
     }
     for name, (change, message) in refused.items():

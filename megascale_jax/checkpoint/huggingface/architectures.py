@@ -6,8 +6,8 @@
     llama     serial block, RMSNorm, SwiGLU, rotary positions
     gpt2      serial block, LayerNorm, GeLU, learned positions
 
-A conversion is exact: what an architecture always has and our model lacks is written as zeros (biases, GPT-J's and Phi's bias of
-the output projection), and what cannot be neutralised is refused. `settings.py` reads and writes ``config.json`` by these tables.
+A conversion is exact: biases that an architecture always has and our model lacks are written as zeros, and what cannot be
+neutralised is refused. `settings.py` reads and writes ``config.json`` by these tables.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from megascale_jax.checkpoint.huggingface.tensors import HEAD_BIAS, Tensor
+from megascale_jax.checkpoint.huggingface.tensors import Tensor
 
 _NEW_NAMES = {
     "num_layers": "num_hidden_layers",
@@ -83,7 +83,7 @@ def _norm(name: str, prefix: str, has_bias: bool) -> tuple[Tensor, ...]:
 
 def _head(has_bias: bool) -> tuple[Tensor, ...]:
     weight = Tensor("lm_head.weight", ("head",))
-    return (weight, Tensor("lm_head.bias", (HEAD_BIAS,), is_filled=True)) if has_bias else (weight,)
+    return (weight, Tensor("lm_head.bias", ("head_bias",), is_filled=True)) if has_bias else (weight,)
 
 
 _LAYER = "model.layers.{layer}."
@@ -95,7 +95,7 @@ COHERE2 = Architecture(
     name="cohere2",
     class_name="Cohere2ForCausalLM",
     names=_NEW_NAMES | {"attention_bias": "attention_bias"},
-    fixed={"block": "parallel", "norm": "layernorm", "norm_bias": False, "mlp_bias": False} | _SWIGLU,
+    fixed={"block": "parallel", "norm": "layernorm", "norm_bias": False, "mlp_bias": False, "head_bias": False} | _SWIGLU,
     expected={"hidden_act": ("silu",)},
     defaults={
         "tie_word_embeddings": True,
@@ -184,7 +184,7 @@ LLAMA = Architecture(
     name="llama",
     class_name="LlamaForCausalLM",
     names=_NEW_NAMES | {"norm_epsilon": "rms_norm_eps", "attention_bias": "attention_bias", "mlp_bias": "mlp_bias"},
-    fixed={"block": "serial", "norm": "rmsnorm", "norm_bias": False} | _SWIGLU,
+    fixed={"block": "serial", "norm": "rmsnorm", "norm_bias": False, "head_bias": False} | _SWIGLU,
     expected={"hidden_act": ("silu",)},
     defaults={
         "tie_word_embeddings": False,
@@ -215,7 +215,7 @@ GPT2 = Architecture(
     name="gpt2",
     class_name="GPT2LMHeadModel",
     names=_OLD_NAMES,
-    fixed={"block": "serial", "position": "learned"} | _GELU,
+    fixed={"block": "serial", "position": "learned", "head_bias": False} | _GELU,
     expected={
         "activation_function": _TANH_GELU,
         "scale_attn_weights": (True,),

@@ -75,14 +75,29 @@ def from_settings(settings: Mapping[str, Any]) -> ForeignModel:
     missing = [theirs for theirs in architecture.names.values() if theirs not in given]
     if missing:
         raise CheckpointError(f"config.json of {name} lacks {', '.join(missing)}; save the model with transformers once more")
-    sizes = [architecture.names[ours] for ours in ("num_layers", "hidden_size", "num_heads")]
-    if wrong := [f"{key} is {given[key]!r}" for key in sizes if not isinstance(given[key], int) or given[key] < 1]:
-        raise CheckpointError(f"config.json of {name}: {', '.join(wrong)}; expected a number from 1 on")
     problems = [
         f"{key} is {given[key]!r}, expected {' or '.join(map(repr, values))}"
         for key, values in architecture.expected.items()
         if given[key] not in values
     ]
+    try:
+        fields = _fields(architecture, given, problems)
+        scale = float(given.get("logit_scale", 1.0))
+        if not math.isfinite(scale):
+            problems.append(f"logit_scale is {scale}, expected a number")
+        _refuse(name, problems)
+        model = ModelConfig.model_validate(fields)
+    except ValidationError as error:
+        wrong = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}, got {item['input']!r}" for item in error.errors()]
+        raise CheckpointError(f"config.json of {name} is no model: {'; '.join(wrong)}") from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(f"config.json of {name} is no model: {error}; expected what transformers saves") from error
+    end = settings.get("eos_token_id")
+    return ForeignModel(architecture, model, scale, end if isinstance(end, int) else None)
+
+
+def _fields(architecture: Architecture, given: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Our fields from their settings; what has no counterpart is added to ``problems``."""
     fields = {ours: given[theirs] for ours, theirs in architecture.names.items()} | dict(architecture.fixed)
     fields |= _always_biased(architecture)
     if fields["mlp_size"] is None:
@@ -98,17 +113,7 @@ def from_settings(settings: Mapping[str, Any]) -> ForeignModel:
         fields |= _rotary_fields(architecture, given, head, problems)
     if architecture.has_windows:
         fields |= _window_fields(given, fields["num_layers"], problems)
-    scale = given.get("logit_scale", 1.0)
-    if not isinstance(scale, (int, float)) or not math.isfinite(scale):
-        problems.append(f"logit_scale is {scale!r}, expected a number")
-    end = settings.get("eos_token_id")
-    _refuse(name, problems)
-    try:
-        model = ModelConfig.model_validate(fields)
-    except ValidationError as error:
-        wrong = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}, got {item['input']!r}" for item in error.errors()]
-        raise CheckpointError(f"config.json of {name} is no model: {'; '.join(wrong)}") from error
-    return ForeignModel(architecture, model, float(scale), end if isinstance(end, int) else None)
+    return fields
 
 
 def _refuse(name: str, problems: list[str]) -> None:
@@ -144,7 +149,7 @@ def _conflicts(architecture: Architecture, model: ModelConfig) -> Iterator[str]:
 
 def _always_biased(architecture: Architecture) -> dict[str, bool]:
     filled = {member for tensor in architecture.tensors if tensor.is_filled for member in tensor.members}
-    flags = {"attention_bias": "q_bias", "mlp_bias": "up_bias", "norm_bias": "norm_bias"}
+    flags = {"attention_bias": "q_bias", "mlp_bias": "up_bias", "norm_bias": "norm_bias", "head_bias": "head_bias"}
     return {flag: True for flag, member in flags.items() if member in filled}
 
 

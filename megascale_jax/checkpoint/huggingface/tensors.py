@@ -14,8 +14,6 @@ import numpy as np
 from megascale_jax.config.schema import ModelConfig
 from megascale_jax.model.parameters import ParameterSpec, parameter_specs
 
-HEAD_BIAS = "head_bias"
-"""Stands for a bias of the output projection, which no model of ours has: zeros where an architecture has one."""
 _INTO = ("q", "k", "v", "gate", "up")
 _OUT_OF = ("o", "down")
 _TURNED = ("q", "k", "q_bias", "k_bias")
@@ -49,7 +47,7 @@ class TensorFormat:
     @property
     def specs(self) -> dict[str, ParameterSpec]:
         """Logical parameters that our model has, or would have with all biases."""
-        every = {"attention_bias": True, "mlp_bias": True, "norm_bias": self.model.norm == "layernorm"}
+        every = {"attention_bias": True, "mlp_bias": True, "head_bias": True, "norm_bias": self.model.norm == "layernorm"}
         return parameter_specs(self.model.model_copy(update=every))
 
     def is_present(self, tensor: Tensor) -> bool:
@@ -83,8 +81,6 @@ class TensorFormat:
         return np.ascontiguousarray(self._to_pairs(member, rows.reshape(shape)))
 
     def _rows_shape(self, member: str) -> tuple[int, ...]:
-        if member == HEAD_BIAS:
-            return (self.model.vocab_size,)
         shape = self.specs[member].shape
         if member in _INTO:
             return prod(shape[1:]), shape[0]

@@ -17,7 +17,7 @@ from megascale_jax.checkpoint.grid import KINDS, StateGrid
 from megascale_jax.checkpoint.huggingface.architectures import Architecture
 from megascale_jax.checkpoint.huggingface.files import CONFIG, DTYPES, READABLE, TensorFolder, write_tensors
 from megascale_jax.checkpoint.huggingface.settings import ForeignModel, to_settings
-from megascale_jax.checkpoint.huggingface.tensors import HEAD_BIAS, Tensor, TensorFormat
+from megascale_jax.checkpoint.huggingface.tensors import Tensor, TensorFormat
 from megascale_jax.checkpoint.inspect import assemble
 from megascale_jax.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from megascale_jax.checkpoint.storage import Storage
@@ -51,7 +51,7 @@ def export_model(
 
     ``architecture`` fits the model. In memory: one file, and the layers of one block of a parameter. Raises CheckpointError.
     """
-    manifest, format = read_manifest(source, step), TensorFormat(model, architecture.turns_halves)
+    manifest, tensor_format = read_manifest(source, step), TensorFormat(model, architecture.turns_halves)
     specs, reader, done = parameter_specs(model), BlockReader(source, manifest), 0
     for name, spec in specs.items():
         stored = manifest.arrays.get(f"params.{name}")
@@ -59,13 +59,14 @@ def export_model(
         if stored is None or stored.shape != expected:
             have = "lacks it" if stored is None else list(stored.shape)
             raise CheckpointError(f"the checkpoint is of another model: params.{name}: checkpoint {have}, expected {list(expected)}")
-    runs = [(tensor, layers) for tensor in architecture.tensors if format.is_present(tensor) for layers in _runs(tensor, model, manifest)]
+    runs = [
+        (tensor, layers) for tensor in architecture.tensors if tensor_format.is_present(tensor) for layers in _runs(tensor, model, manifest)
+    ]
     sizes = {
-        tensor.name.format(layer=layer): int(np.prod(format.shape(tensor))) * DTYPES[dtype].itemsize
+        tensor.name.format(layer=layer): int(np.prod(tensor_format.shape(tensor))) * DTYPES[dtype].itemsize
         for tensor, layers in runs
         for layer in layers
     }
-
     total = sum(sizes.values())
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
@@ -75,7 +76,7 @@ def export_model(
             for layer in layers:
                 own = {member: value[layer - layers.start] if tensor.per_layer else value for member, value in parts.items()}
                 name = tensor.name.format(layer=layer)
-                yield name, format.encode(tensor, own).astype(DTYPES[dtype])
+                yield name, tensor_format.encode(tensor, own).astype(DTYPES[dtype])
                 done += sizes[name]
                 progress(done, total)
 
@@ -105,24 +106,22 @@ def _runs(tensor: Tensor, model: ModelConfig, manifest: Manifest) -> Iterator[ra
 
 def check_tensors(foreign: ForeignModel, files: TensorFolder) -> None:
     """Raise CheckpointError unless the files hold the model: every tensor with its shape, none that we would not read."""
-    format = TensorFormat(foreign.model, foreign.architecture.turns_halves)
+    tensor_format = TensorFormat(foreign.model, foreign.architecture.turns_halves)
     names = _Names(foreign, files)
     problems, known = [], set()
     for tensor in foreign.architecture.tensors:
         for layer in range(foreign.model.num_layers) if tensor.per_layer else (0,):
             name = names.of(tensor, layer)
             known.add(name)
-            if not format.is_present(tensor):
+            if not tensor_format.is_present(tensor):
                 if name in files.names and not (foreign.model.tied_head and tensor.members == ("head",)):
                     problems.append(f"{name}: there, but config.json knows no such tensor")
             elif name not in files.names:
-                problems.append(f"{name}: missing, expected {list(format.shape(tensor))}")
-            elif files.shape(name) != format.shape(tensor):
-                problems.append(f"{name}: {list(files.shape(name))}, expected {list(format.shape(tensor))}")
+                problems.append(f"{name}: missing, expected {list(tensor_format.shape(tensor))}")
+            elif files.shape(name) != tensor_format.shape(tensor):
+                problems.append(f"{name}: {list(files.shape(name))}, expected {list(tensor_format.shape(tensor))}")
             elif files.dtype(name) not in READABLE:
                 problems.append(f"{name}: {files.dtype(name)}, expected {' or '.join(READABLE)}")
-            elif tensor.members == (HEAD_BIAS,) and files.read(name).any():
-                problems.append(f"{name}: not zero, but our output projection has no bias")
     problems += [f"{name}: unknown" for name in sorted(files.names - known) if not name.endswith(_IGNORED)]
     if problems:
         shown = "\n  - ".join(["", *problems[:10], *([f"and {len(problems) - 10} more"] if len(problems) > 10 else [])])
@@ -194,11 +193,11 @@ class _LogicalReader:
 
     def __init__(self, foreign: ForeignModel, files: TensorFolder):
         self._files, self._names, self._scale = files, _Names(foreign, files), np.float32(foreign.logit_scale)
-        self._format = TensorFormat(foreign.model, foreign.architecture.turns_halves)
+        self._tensor_format = TensorFormat(foreign.model, foreign.architecture.turns_halves)
         self._tensor_of = {member: tensor for tensor in foreign.architecture.tensors for member in tensor.members}
 
     def __call__(self, parameter: str, layer: int) -> np.ndarray:
         """A parameter of the model, or of one layer."""
         tensor = self._tensor_of[parameter]
-        value = self._format.decode(tensor, self._files.read(self._names.of(tensor, layer)), parameter)
+        value = self._tensor_format.decode(tensor, self._files.read(self._names.of(tensor, layer)), parameter)
         return value * self._scale if parameter in ("final_norm_scale", "final_norm_bias") else value
