@@ -19,18 +19,21 @@ def _norm(model: ModelConfig, p: dict, prefix: str, x):
     return y + p.get(f"{prefix}norm_bias", 0.0)
 
 
-def _turn(x, positions, base):
-    """Rotary embedding as a complex product; x ``[S, heads, K]``."""
+def _turn(x, positions, base, size=None):
+    """Rotary embedding as a complex product; x ``[S, heads, K]``, of which the first ``size`` elements turn."""
+    if size is not None:
+        return jnp.concatenate([_turn(x[..., :size], positions, base), x[..., size:]], -1)
     half = x.shape[-1] // 2
     angle = positions[:, None] * base ** (-np.arange(half) / half)[None, :]
     z = (x[..., 0::2] + 1j * x[..., 1::2]) * jnp.exp(1j * angle)[:, None, :]
     return jnp.stack([z.real, z.imag], -1).reshape(x.shape)
 
 
-def _attention(model: ModelConfig, p: dict, h, positions, segments, window):
+def _attention(model: ModelConfig, p: dict, h, positions, segments, layer_kind):
+    window, turns = layer_kind
     q, k, v = (jnp.einsum("sd,dhk->shk", h, p[n]) + p.get(f"{n}_bias", 0.0) for n in "qkv")
     if model.position == "rotary":
-        q, k = _turn(q, positions, model.rotary_base), _turn(k, positions, model.rotary_base)
+        q, k = (jnp.where(turns, _turn(x, positions, model.rotary_base, model.rotary_size), x) for x in (q, k))
     heads = q.shape[1]
     i, j = np.arange(len(h))[:, None], np.arange(len(h))[None, :]
     allowed = (j <= i) & (j > i - window) & (segments[:, None] == segments[None, :])
@@ -57,23 +60,24 @@ def _mlp(model: ModelConfig, p: dict, h):
 
 def row_logits(model: ModelConfig, params: dict, tokens, positions, segments):
     """Logits ``[S, V]`` of one row; per-layer parameters are ``[L, ...]``."""
-    layer_names = [n for n in params if n not in ("embedding", "position", "head", "final_norm_scale", "final_norm_bias")]
+    layer_names = [n for n in params if n not in ("embedding", "position", "head", "final_norm_scale", "final_norm_bias", "head_bias")]
     x = jnp.asarray(params["embedding"][tokens], float)
     if model.position == "learned":
         x = x + params["position"][positions]
     windows = jnp.array([len(tokens) if window is None else window for window in model.windows])
+    turns = jnp.array([model.rotary_layers == "all" or window is not None for window in model.windows])
 
     def one_layer(x, layer):
-        p, window = layer
+        p, kind = layer
         h = _norm(model, p, "", x)
         if model.block == "parallel":
-            return x + _attention(model, p, h, positions, segments, window) + _mlp(model, p, h), None
-        x = x + _attention(model, p, h, positions, segments, window)
+            return x + _attention(model, p, h, positions, segments, kind) + _mlp(model, p, h), None
+        x = x + _attention(model, p, h, positions, segments, kind)
         return x + _mlp(model, p, _norm(model, p, "mlp_", x)), None
 
-    x, _ = jax.lax.scan(one_layer, x, ({n: params[n] for n in layer_names}, windows))
+    x, _ = jax.lax.scan(one_layer, x, ({n: params[n] for n in layer_names}, (windows, turns)))
     x = _norm(model, params, "final_", x)
-    return x @ params["embedding" if model.tied_head else "head"].T
+    return x @ params["embedding" if model.tied_head else "head"].T + params.get("head_bias", 0.0)
 
 
 def mean_loss(model: ModelConfig, params: dict, batch: dict):

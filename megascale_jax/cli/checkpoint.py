@@ -77,7 +77,7 @@ def list_them(place: Where, json: JsonOption = None) -> None:
         age = format_duration(max(0.0, time.time() - facts["created_unix_s"]))
         samples = "" if facts["samples"] is None else f"{facts['samples']:,}"
         commit = (facts["commit"] or "")[:10]
-        table.add_row(str(one.step), one.state, age, _size(facts["num_bytes"]), str(facts["ranks"]), samples, commit, style=style)
+        table.add_row(str(one.step), one.state, age, size_text(facts["num_bytes"]), str(facts["ranks"]), samples, commit, style=style)
     console = _console()
     console.print(table if listed else f"{storage.url} has no checkpoints")
     if json is not None:
@@ -99,13 +99,13 @@ def verify(
 
     storage = storage_of(place)
     chosen = step_of(storage, step)
-    with _progress(f"verifying step {chosen}") as progress:
+    with show_progress(f"verifying step {chosen}") as progress:
         verdict = inspect.verify(storage, chosen, progress)
     if json is not None:
         write_json(json, asdict(verdict))
     console = Console(soft_wrap=True)
     if not verdict.problems:
-        console.print(f"step {chosen} of {storage.url} is whole: {verdict.num_blocks:,} blocks, {_size(verdict.num_bytes)}")
+        console.print(f"step {chosen} of {storage.url} is whole: {verdict.num_blocks:,} blocks, {size_text(verdict.num_bytes)}")
         return
     for problem in verdict.problems[:10]:
         console.print(f"[red]damaged[/red] {problem}", highlight=False)
@@ -133,7 +133,7 @@ def diff(
     storages = storage_of(first), storage_of(second)
     chosen = step_of(storages[0], step)
     other = chosen if other_step is None and first != second else step_of(storages[1], other_step)
-    with _progress("comparing") as progress:
+    with show_progress("comparing") as progress:
         found = inspect.difference((storages[0], chosen), (storages[1], other), progress)
     texts = [read_manifest(s, n).description.get("experiment") for s, n in zip(storages, (chosen, other), strict=True)]
     experiments = [Experiment.model_validate_json(text) for text in texts if isinstance(text, str)]
@@ -179,9 +179,11 @@ def reshard(
         )
     experiment = with_overrides(Experiment.model_validate_json(description["experiment"]), overrides)
     grid = StateGrid(parameter_specs(experiment.model), Layout.of(experiment.model, experiment.parallel), experiment.model.num_layers)
-    with _progress("resharding") as progress:
+    with show_progress("resharding") as progress:
         manifest = cut(storage, chosen, Storage(output), grid, description | {"experiment": experiment.model_dump_json()}, progress)
-    Console(soft_wrap=True).print(f"step {chosen} for {manifest.ranks} device(s) in {output / str(chosen)}: {_size(manifest.num_bytes)}")
+    Console(soft_wrap=True).print(
+        f"step {chosen} for {manifest.ranks} device(s) in {output / str(chosen)}: {size_text(manifest.num_bytes)}"
+    )
 
 
 @app.command()
@@ -213,7 +215,8 @@ def _console() -> Console:
     return console
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
+    """``1.50 MiB``."""
     for unit, factor in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
         if num_bytes >= factor:
             return f"{num_bytes / factor:.2f} {unit}"
@@ -221,7 +224,7 @@ def _size(num_bytes: int) -> str:
 
 
 @contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+def show_progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on a terminal, nothing in a file."""
     columns = (TextColumn(what), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from megascale_jax.cli import checkpoint, compare, compile, config, data, keep, sample, schedule, train
+from megascale_jax.cli import checkpoint, compare, compile, config, data, huggingface, keep, sample, schedule, train
 from megascale_jax.errors import CheckpointError, CompileError, UsageError
 
 app = typer.Typer(
@@ -32,6 +32,8 @@ app.command("keep")(keep.keep)
 app.command("schedule")(schedule.schedule)
 app.command("compile")(compile.compile_step)
 app.add_typer(data.app, name="data")
+checkpoint.app.command("export")(huggingface.export_model)
+checkpoint.app.command("import")(huggingface.import_model)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(config.app, name="config")
 

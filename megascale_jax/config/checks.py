@@ -72,6 +72,8 @@ def _heads(experiment: Experiment) -> Iterator[str]:
     elif model.position == "rotary" and model.head_dim % 2:
         source = "model.head_size" if model.head_size else "the head width model.hidden_size / model.num_heads"
         yield f"{source} = {model.head_dim} is odd, but rotary positions turn pairs; make it even or set model.position=learned"
+    if model.position == "rotary" and model.rotary_size is not None and (model.rotary_size % 2 or model.rotary_size > model.head_dim):
+        yield f"model.rotary_size {model.rotary_size} is no even number up to the head width {model.head_dim}; null turns all"
 
 
 def _block(experiment: Experiment) -> Iterator[str]:
@@ -81,6 +83,8 @@ def _block(experiment: Experiment) -> Iterator[str]:
         yield from _divides("model.sequence_length", model.sequence_length, "2 * parallel.tensor", [2, tensor])
     if model.window == ():
         yield "model.window is an empty list, expected at least one window; write full for attention without a window"
+    if model.position == "rotary" and model.rotary_layers == "windowed" and model.window != () and not any(model.windows):
+        yield "model.rotary_layers is windowed, but no layer has a window, so no layer would know positions; set model.rotary_layers=all"
     if model.norm == "rmsnorm" and model.norm_bias:
         yield "model.norm_bias is true, but rmsnorm has no shift; set model.norm_bias=false or model.norm=layernorm"
 

@@ -41,12 +41,19 @@ class ModelConfig(Section):
     activation: Literal["gelu", "swiglu"] = Field(default="gelu", description="feed-forward nonlinearity; swiglu adds a gate projection")
     position: Literal["rotary", "learned"] = Field(default="rotary", description="how positions enter")
     rotary_base: Annotated[float, Field(gt=0)] = Field(default=10000.0, description="base of the rotary frequencies")
+    rotary_size: Positive | None = Field(
+        default=None, description="elements of a head that turn with the position, the first ones; null: all (rotary only)"
+    )
+    rotary_layers: Literal["all", "windowed"] = Field(
+        default="all", description="layers that turn: all, or those with a window, so that full ones know no positions (rotary only)"
+    )
     window: Window | tuple[Window, ...] = Field(
         default="full", description="keys a query sees, itself included: a number, full, or a pattern repeated over the layers"
     )
     attention_bias: bool = Field(default=False, description="biases on q, k, v and o")
     mlp_bias: bool = Field(default=False, description="biases on up, gate and down")
     tied_head: bool = Field(default=False, description="the output projection is the embedding table")
+    head_bias: bool = Field(default=False, description="a bias on the output projection")
     dropout: Fraction = Field(default=0.0, description="chance that an element of a branch's output is dropped before the residual add")
     initializer_std: Annotated[float, Field(gt=0)] = Field(default=0.02, description="standard deviation of initial weights")
 
@@ -59,6 +66,11 @@ class ModelConfig(Section):
     def head_dim(self) -> int:
         """Width of one head (K)."""
         return self.head_size or self.hidden_size // self.num_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that turn with the position; 0 without rotary positions."""
+        return (self.rotary_size or self.head_dim) if self.position == "rotary" else 0
 
     @property
     def branches_per_layer(self) -> int:

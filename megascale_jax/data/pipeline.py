@@ -23,6 +23,9 @@ from megascale_jax.data.order import past_phases
 from megascale_jax.data.prepared import Prepared
 from megascale_jax.errors import DataError
 
+UNTOUCHED: Mapping[str, Any] = {"samples": 0}
+"""State of a run that has taken no row yet, of whatever data."""
+
 _READ_THREADS = 1
 """Assembling holds the interpreter lock most of the time: a second thread costs CPU time and brings none."""
 
@@ -108,6 +111,10 @@ class BatchIterator(ABC):
 
         Raises ``DataError`` when the state is of other data, of another seed or order, or is none. The iterator is then unchanged.
         """
+        if dict(state) == UNTOUCHED:
+            self.close()
+            self._samples = 0
+            return
         samples = state.get("samples")
         if not isinstance(samples, int) or samples < 0:
             raise DataError(f"A data state counts samples from 0, this one has {samples!r}: it is damaged.")

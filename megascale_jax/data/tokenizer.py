@@ -99,6 +99,11 @@ class FileTokenizer:
         canonical = json.dumps(json.loads(self._json), sort_keys=True)
         self.digest = hashlib.sha256(canonical.encode()).hexdigest()
 
+    @property
+    def json(self) -> str:
+        """The ``tokenizers`` JSON; it knows no ``end_of_document``."""
+        return self._json
+
     def encode(self, text: str) -> np.ndarray:
         """Ids as uint32, without the pipeline's special tokens."""
         return self.encode_many([text])[0]

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from megascale_jax.config.schema import ModelConfig
 from megascale_jax.kernels.dispatch import Operators
-from megascale_jax.model.attention import merge_heads, split_heads
+from megascale_jax.model.attention import Rotary, merge_heads, split_heads
 from megascale_jax.model.communication import Communication
 from megascale_jax.model.order import TokenOrder
 from megascale_jax.model.parameters import FusedGroup, fused_groups
@@ -141,7 +141,7 @@ class Branch:
                 tuple(jnp.concatenate([order.to_text(first[name]), order.to_text(parts[name])], 1) for name in "qkv"),  # type: ignore[arg-type]
                 self._to_text(rows.positions_BS),
                 head_dim=self.model.head_dim,
-                rotary_base=self._rotary_base,
+                rotary=self._rotary,
             )
             out, lse = self.operators.attention_forward(q, k, v, self._to_text(rows.segment_ids_BS), window=self.window)
             saved = (merge_heads(out), lse)
@@ -188,11 +188,13 @@ class Branch:
         return jnp.concatenate([sums[name.removesuffix("_bias")] for name in self.groups[self.b_in].members])
 
     @property
-    def _rotary_base(self) -> float | None:
-        return self.model.rotary_base if self.model.position == "rotary" else None
+    def _rotary(self) -> Rotary | None:
+        model = self.model
+        turns = model.position == "rotary" and (model.rotary_layers == "all" or self.window is not None)
+        return Rotary(model.rotary_base, model.rotary_dim) if turns else None
 
     def _heads(self, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
-        heads = split_heads((q, k, v), rows.positions_BS, head_dim=self.model.head_dim, rotary_base=self._rotary_base)
+        heads = split_heads((q, k, v), rows.positions_BS, head_dim=self.model.head_dim, rotary=self._rotary)
         q, k, v = (self._to_text(x) for x in heads)
         return q, k, v
 

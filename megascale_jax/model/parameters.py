@@ -94,6 +94,8 @@ def parameter_specs(model: ModelConfig) -> dict[str, ParameterSpec]:
     norm("final_", per_layer=False)
     if not model.tied_head:
         matrix("head", (axes.VOCAB, axes.EMBED), (model.vocab_size, hidden), per_layer=False)
+    if model.head_bias:
+        vector("head_bias", (axes.VOCAB,), (model.vocab_size,), per_layer=False)
     return {spec.name: spec for spec in specs}
 
 
@@ -141,8 +143,9 @@ def fused_groups(model: ModelConfig) -> tuple[FusedGroup, ...]:
 
 
 def end_groups(model: ModelConfig) -> tuple[FusedGroup, ...]:
-    """The same for what belongs to no layer: the tables alone, the final norm's vectors together."""
+    """The same for what belongs to no layer: the tables and the head's bias alone, the final norm's vectors together."""
     specs = parameter_specs(model)
     final = tuple(name for name in ("final_norm_scale", "final_norm_bias") if name in specs)
     tables = tuple(FusedGroup(name, (name,), True) for name in ("embedding", "position", "head") if name in specs)
-    return (*tables, FusedGroup("final_vectors", final, True))
+    biases = (FusedGroup("head_bias", ("head_bias",), False),) if model.head_bias else ()
+    return (*tables, FusedGroup("final_vectors", final, True), *biases)

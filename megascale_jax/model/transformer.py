@@ -2,7 +2,7 @@
 
 The pieces are separate functions of a weight tree, because a pipeline runs them in different places:
 
-    {"ends": {"embedding": [V, D], "position": [S, D], "final_vectors": [D, n], "head": [V, D]},
+    {"ends": {"embedding": [V, D], "position": [S, D], "final_vectors": [D, n], "head": [V, D], "head_bias": [V]},
      "layers": {group: [l, D, F] or [l, F]}}
 
 with the groups of ``parameters.fused_groups`` and the shapes of one tensor-parallel rank.
@@ -81,7 +81,12 @@ class Transformer:
     def logits(self, ends: Weights, x_BsD: jax.Array) -> jax.Array:
         """Final norm and head: logits of this rank's vocabulary columns for the whole sequence, ``[B, S, V]``."""
         head_VD = ends["embedding" if self.model.tied_head else "head"]
-        return jnp.einsum("bsd,vd->bsv", self.communication.gather(self.final_norm(ends, x_BsD)), head_VD)
+        n_BSD = self.communication.gather(self.final_norm(ends, x_BsD))
+        return self.add_bias_head(ends, jnp.einsum("bsd,vd->bsv", n_BSD, head_VD))
+
+    def add_bias_head(self, ends: Weights, logits_BSV: jax.Array) -> jax.Array:
+        """Logits with the head's bias, if it has one."""
+        return logits_BSV + ends["head_bias"].astype(logits_BSV.dtype) if self.model.head_bias else logits_BSV
 
     def final_norm(self, ends: Weights, x_BsD: jax.Array) -> jax.Array:
         """The norm before the head."""

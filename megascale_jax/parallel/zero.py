@@ -168,10 +168,12 @@ class ZeroSharding:
             stacked = jnp.stack([params[name] for name in group.members], -1)
             return jax.lax.all_gather(stacked, axes.DATA, axis=0, tiled=True)[: self.model.hidden_size]
         table = params[group.name].astype(self.compute_dtype)
+        if not group.has_embed:
+            return table
         return jax.lax.all_gather(table, axes.DATA, axis=1, tiled=True)[:, : self.model.hidden_size]
 
     def _scatter_end(self, group: FusedGroup, gradient: jax.Array) -> Shards:
         if group.name == "final_vectors":
             shard = self._scatter_rows(gradient, axis=0)
             return {name: shard[:, index] for index, name in enumerate(group.members)}
-        return {group.name: self._scatter_rows(gradient, axis=1)}
+        return {group.name: self._scatter_rows(gradient, axis=1) if group.has_embed else gradient}

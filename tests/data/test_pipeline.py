@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megascale_jax.data.batch import NO_TARGET, Batch, decode_row
 from megascale_jax.data.manifest import MANIFEST_FILE
-from megascale_jax.data.pipeline import TrainIterator, held_out_batches
+from megascale_jax.data.pipeline import UNTOUCHED, TrainIterator, held_out_batches
 from megascale_jax.data.prepared import Prepared, open_prepared, stored_rows
 from megascale_jax.errors import DataError
 
@@ -163,6 +163,14 @@ def test_closing_keeps_the_position(prepared):
     with iterator(prepared) as train, iterator(prepared) as unbroken:
         assert_equal(next(train), next(unbroken))
         train.close()
+        assert_equal(next(train), next(unbroken))
+
+
+def test_state_of_a_run_that_took_no_row_fits_any_data(prepared):
+    with iterator(prepared) as train, iterator(prepared) as unbroken:
+        next(train)
+        train.restore(UNTOUCHED)
+        assert train.state() == unbroken.state()
         assert_equal(next(train), next(unbroken))
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megascale_jax.kernels.dispatch import select
-from megascale_jax.model.attention import rotate
+from megascale_jax.model.attention import Rotary, rotate
 from megascale_jax.model.branch import Rows, dropout
 from megascale_jax.model.parameters import fused_groups, parameter_specs
 from megascale_jax.model.transformer import Transformer
@@ -48,11 +48,11 @@ def test_rotation_keeps_lengths_and_depends_on_distance_only():
     q, k = (jnp.asarray(rng.standard_normal((1, 1, 1, 8)), jnp.float32) for _ in range(2))
 
     def score(i, j):
-        return (rotate(q, jnp.array([[i]]), 100.0) * rotate(k, jnp.array([[j]]), 100.0)).sum()
+        return (rotate(q, jnp.array([[i]]), Rotary(100.0, 8)) * rotate(k, jnp.array([[j]]), Rotary(100.0, 8))).sum()
 
     assert float(score(9, 4)) == pytest.approx(float(score(105, 100)), rel=1e-4)
     assert float(score(9, 4)) != pytest.approx(float(score(9, 5)), rel=1e-2)
-    assert float(jnp.linalg.norm(rotate(q, jnp.array([[77]]), 100.0))) == pytest.approx(float(jnp.linalg.norm(q)), rel=1e-5)
+    assert float(jnp.linalg.norm(rotate(q, jnp.array([[77]]), Rotary(100.0, 8)))) == pytest.approx(float(jnp.linalg.norm(q)), rel=1e-5)
 
 
 def test_dropout_keeps_the_mean_and_its_share():

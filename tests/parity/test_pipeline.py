@@ -24,6 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "tied": {"position": "learned", "tied_head": True, "attention_bias": True, "mlp_bias": True, "num_heads": 8},
     "serial": {"block": "serial", "norm": "rmsnorm", "norm_bias": False, "activation": "swiglu", "num_heads": 8, "num_kv_heads": 4},
     "gqa": {"activation": "swiglu", "num_heads": 8, "num_kv_heads": 4, "mlp_bias": True},
+    "partly-rotary": {"num_heads": 8, "rotary_size": 2, "rotary_layers": "windowed", "head_bias": True},
 }
 SHAPES = [
     # pipe, virtual stages, micro-batches, data, tensor
@@ -52,6 +53,7 @@ CASES = [
     for i, shape in enumerate(SHAPES)
     for j, remat in enumerate(REMATS)
 ]
+CASES += [((2, 1, 4, 2, 2), "none", "partly-rotary", 1), ((4, 1, 4, 1, 2), "full", "partly-rotary", 0)]
 
 
 def case_id(value):

@@ -36,11 +36,13 @@ MODELS = {
         "mlp_bias": True,
         "window": (99, 3),
     },
+    "parallel-partly-rotary-head-bias": {"rotary_size": 2, "rotary_layers": "windowed", "head_bias": True},
 }
 """Chunks of two layers, of one serial layer, and of two."""
 CASES = [
     (mesh, list(MODELS)[(i + j) % 3], ("none", "selective", "full")[(i + 2 * j) % 3]) for i, mesh in enumerate(MESHES) for j in range(2)
 ]
+CASES += [((2, 2), "parallel-partly-rotary-head-bias", "selective")]
 FP32_TOLERANCE = 2e-5
 """Relative to the largest element: 2**-24 times the square root of the reduction length, and some."""
 

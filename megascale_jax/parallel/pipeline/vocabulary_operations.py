@@ -66,7 +66,7 @@ class VocabularyOperations(TickState):
 
     def head_project(self, n_BSD: jax.Array) -> jax.Array:
         """Logits of this rank's vocabulary."""
-        return jnp.einsum("bsd,vd->bsv", n_BSD, self._table)
+        return self.chunks.transformer.add_bias_head(self.weights["ends"], jnp.einsum("bsd,vd->bsv", n_BSD, self._table))
 
     def head_measure(self, logits_BSV: jax.Array) -> jax.Array:
         """This rank's part of the softmax."""
@@ -78,11 +78,14 @@ class VocabularyOperations(TickState):
         self.loss = self.loss + loss_BS.sum() * self.scale
 
     def head_differentiate(self, logits_BSV: jax.Array, statistics_n3BS: jax.Array) -> jax.Array:
-        """Gradient of this rank's logits."""
+        """Gradient of this rank's logits; the head's bias takes its own."""
         operators = self.chunks.transformer.operators
         loss_BS, log_total_BS = operators.loss_join(statistics_n3BS, self._targets)
         weight_BS = jnp.broadcast_to(self.scale, loss_BS.shape)
-        return operators.loss_gradient(logits_BSV, log_total_BS, self._targets, self._offset, self.model.vocab_size, weight_BS)
+        d_logits_BSV = operators.loss_gradient(logits_BSV, log_total_BS, self._targets, self._offset, self.model.vocab_size, weight_BS)
+        if self.model.head_bias:
+            self._add_end("head_bias", d_logits_BSV.astype(jnp.float32).sum((0, 1)))
+        return d_logits_BSV
 
     def head_input_gradient(self, d_logits_BSV: jax.Array) -> jax.Array:
         """Data gradient of the head."""
