@@ -69,7 +69,8 @@ class Rank:
     def save(self, step: int, launch: str, target: Target) -> None:
         """Stage 1: fill the older slot and hand it over."""
         number, values = self._next, state(step)
-        self.client.ask("acquire", slot=number, limit_s=LIMIT_S)
+        identity = self.slots[number].identity
+        self.client.ask("acquire", slot=number, identity=identity, limit_s=LIMIT_S)
         for block in self._layout:
             array = GRID.stored[block.array]
             whole = np.zeros(array.chunk, array.dtype)
@@ -78,7 +79,7 @@ class Rank:
             whole[tuple(map(slice, part.shape))] = part
             self.slots[number].block(block)[:] = whole.reshape(-1).view(np.uint8)
         index = SlotIndex(step, launch, self.number, GRID.stored, self._layout, "drill", {"step": step})
-        self._last = {"slot": number, "index": index.to_json(), "target": asdict(target)}
+        self._last = {"slot": number, "identity": identity, "index": index.to_json(), "target": asdict(target)}
         self._next = (number + 1) % SLOTS
         self.client.ask("filled", **self._last)
 

@@ -7,6 +7,7 @@
     |   +-- RunFolderError    a run folder that belongs to another run, or is none
     +-- CheckpointError       a checkpoint that is missing, cannot be read or is of another model
     |   +-- DamagedCheckpointError   its content is not what was written; an older one serves
+    +-- StorageError          a storage that refused, lost or damaged something; an OSError too; exit code 2
     +-- CompileError          the compiler for absent GPUs gave up; exit code 1
 
 Catch as wide as needed. A message says what was got, what was expected, and what to do about it.
@@ -39,6 +40,10 @@ class CheckpointError(MegascaleError):
 
 class DamagedCheckpointError(CheckpointError):
     """What a checkpoint holds is not what was written: a wrong checksum, a missing or a short file."""
+
+
+class StorageError(MegascaleError, OSError):
+    """A storage refused, lost or damaged something. The command line exits with code 2."""
 
 
 class CompileError(MegascaleError):

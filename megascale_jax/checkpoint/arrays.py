@@ -5,6 +5,8 @@ data. Anything that reads zarr3 through TensorStore reads the result, Orbax incl
 """
 
 import json
+import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -21,8 +23,10 @@ from megascale_jax.errors import CheckpointError, DamagedCheckpointError
 BATCH_BYTES = 64 << 20
 """Blocks written in one transaction: few files, and little memory beside the blocks themselves."""
 _RANK = "ocdbt.process_"
-_NOT_DAMAGE = ("no answer", "CANCELLED", "DEADLINE", "PERMISSION", "RESOURCE", "UNAUTHENTICATED", "UNAVAILABLE")
-"""How TensorStore's words begin when the storage cannot be asked, which says nothing about the checkpoint."""
+_DAMAGE = ("NOT_FOUND", "DATA_LOSS", "OUT_OF_RANGE", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "")
+"""TensorStore's status (none for what cannot be decoded) for what is missing, short or not as its checksum says; all others, such as a
+disk's or network's errors, say nothing about the checkpoint."""
+_STATUS = re.compile(r"([A-Z_]{4,}): ")
 
 
 def rank_folder(data: str, rank: int) -> str:
@@ -50,7 +54,8 @@ def write_blocks(
         array = arrays[name]
         if cipher is not None:
             key = _sealed_key(name, index)
-            waiting.append(database.with_transaction(transaction).write(key, cipher.seal(raw.tobytes(), key)))
+            sealed = cipher.seal(raw.tobytes(), f"{folder.rpartition('/')[0]}/{key}")
+            waiting.append(database.with_transaction(transaction).write(key, sealed))
         else:
             if name not in opened:
                 opened[name] = _open(database, array, compression, assume_metadata=True)
@@ -69,11 +74,14 @@ def write_blocks(
 
 
 def merge(storage: Storage, data: str, arrays: Mapping[str, StoredArray], ranks: int, compression: str) -> None:
-    """Make one database of those of all ranks, with the arrays' metadata. Raises OSError."""
+    """Make one database of those of all ranks, with the arrays' metadata. Raises OSError, also when a block is missing."""
     merged = storage.database(data)
     transaction = ts.Transaction(atomic=True)
     into = merged.with_transaction(transaction)
     wait_all([storage.database(rank_folder(data, rank)).experimental_copy_range_to(into) for rank in range(ranks)])
+    blocks, expected = len(wait(into.list())), sum(math.prod(array.grid) for array in arrays.values())
+    if blocks != expected:
+        raise StorageError(f"{blocks} blocks were written, expected {expected}")
     if not storage.key_file:
         for array in arrays.values():
             _open(into, array, compression, create=True)
@@ -130,13 +138,14 @@ class BlockReader:
         if found.state == "missing":
             raise DamagedCheckpointError(f"{self._where}: block {list(index)} of {name} is missing")
         array = self._manifest.arrays[name]
-        raw = np.frombuffer(self._cipher.open(found.value, _sealed_key(name, index)), array.dtype)
+        raw = np.frombuffer(self._cipher.open(found.value, f"{self._manifest.data}/{_sealed_key(name, index)}"), array.dtype)
         return raw.reshape(array.chunk)[_chunk(array, index)[1]]
 
     def _error(self, what: str, error: StorageError) -> CheckpointError:
-        if str(error).startswith(_NOT_DAMAGE):
-            return CheckpointError(f"{self._where} cannot be read now: {what}{error}; nothing is wrong with it as far as one can see")
-        return DamagedCheckpointError(f"{self._where}: {what}{error}")
+        status = _STATUS.match(str(error))
+        if (status[1] if status else "") in _DAMAGE:
+            return DamagedCheckpointError(f"{self._where}: {what}{error}")
+        return CheckpointError(f"{self._where} cannot be read now: {what}{error}; nothing is wrong with it as far as one can see")
 
     def read(self, name: str, index: Index) -> np.ndarray:
         """`start` and `finish`."""

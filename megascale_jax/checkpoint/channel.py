@@ -41,8 +41,11 @@ class Channel:
         self._socket.close()
 
     def limit(self, limit_s: float | None) -> None:
-        """Change the limit; ``None``: wait for as long as the peer lives."""
-        self._socket.settimeout(limit_s)
+        """Change the limit; ``None``: wait for as long as the peer lives. Raises ConnectionError when the connection is closed."""
+        try:
+            self._socket.settimeout(limit_s)
+        except OSError as error:
+            raise ConnectionError(f"the connection is closed: {error}") from error
 
     def send(self, message: Mapping[str, Any], payload: Buffer = b"", descriptors: Sequence[int] = ()) -> None:
         """Send a message, with bytes or file descriptors beside it."""

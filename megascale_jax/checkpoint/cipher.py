@@ -1,8 +1,8 @@
 """Encryption of blocks at rest: AES-256-GCM with a key from a file, by the `cryptography` library.
 
-Every block has a nonce of its own and is bound to its place, so a changed, exchanged or moved block does not open. The manifest
-names the key by a fingerprint from which the key cannot be found, so a wrong key is told from a damaged block. The manifest
-itself (configuration, position in the data) is readable without the key.
+Every block has a nonce of its own and is bound to its checkpoint and place, so a changed, exchanged or moved block does not
+open. The manifest names the key by a fingerprint from which the key cannot be found, so a wrong key is told from a damaged block. The
+manifest itself (configuration, position in the data) is readable without the key.
 """
 
 import hashlib

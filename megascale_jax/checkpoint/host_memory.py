@@ -36,7 +36,8 @@ class HostMemory:
         self._slots: dict[int, Slot] = {}
         self._contents: dict[int, _Content] = {}
         self._next = 0
-        self._last: dict[str, Any] | None = None
+        self._handed: dict[int, dict[str, Any]] = {}
+        self._peer: tuple[str, int] | None = None
         self.reports = self._meet()
 
     @property
@@ -57,28 +58,37 @@ class HostMemory:
                 if slot is not None:
                     slot.close()
                 self._contents.pop(number, None)
-                self._slots[number] = Slot(self._layout.num_bytes, prefault=True)
-                self._keeper.give_slot(number, self._slots[number])
+                self._slots.pop(number, None)
+                new = Slot(self._layout.num_bytes, prefault=True)
+                self._keeper.give_slot(number, new, self._limit_s)
+                self._slots[number] = new  # only what the keeper holds too
 
     def fill(self, state: Mapping[str, jax.Array], index: SlotIndex, target: Target | None) -> None:
         """Copy a state into the older slot and hand it to stage 2; waits until stage 2 has left that slot."""
+        if any((handed["index"]["step"], handed["index"]["launch"]) == (index.step, index.launch) for handed in self._handed.values()):
+            return  # a keeper that took over has it already
         self.prepare()
         number = self._next
-        self._keeper.ask("acquire", slot=number, limit_s=self._limit_s)
+        identity = self._slots[number].identity
+        self._keeper.ask("acquire", slot=number, identity=identity, limit_s=self._limit_s)
         self._contents.pop(number, None)
+        self._handed.pop(number, None)
         self._layout.copy(state, self._slots[number])
-        self._last = {"slot": number, "index": index.to_json(), "target": asdict(target) if target is not None else None}
+        document = asdict(target) if target is not None else None
+        self._handed[number] = {"slot": number, "identity": identity, "index": index.to_json(), "target": document}
         self._next = (number + 1) % SLOTS
-        self._keeper.ask("filled", **self._last)
+        self._keeper.ask("filled", **self._handed[number])
 
     def replace_keeper(self) -> None:
         """Start another keeper in place of one that died, give it the slots, and let it finish what the old one had in hand."""
         self._keeper.close()
         self._keeper = KeeperClient(self._folder, self._rank)
         for number, slot in self._slots.items():
-            self._keeper.give_slot(number, slot)
-        if self._last is not None:
-            self._keeper.ask("filled", **self._last)
+            self._keeper.give_slot(number, slot, self._limit_s)
+        if self._peer is not None:
+            self._keeper.ask("peers", secret=self._secret, peer=self._peer)
+        for handed in sorted(self._handed.values(), key=lambda one: one["index"]["step"]):
+            self._keeper.ask("filled", **handed)
 
     def load(self, state: MemoryState) -> SlotReader:
         """This rank's part of a state, from where it is. Raises CheckpointError when it cannot be had."""
@@ -91,7 +101,7 @@ class HostMemory:
         else:
             number, tier = self._next, "another host's"
             try:
-                self._fetch(number, place, state.step)
+                self._fetch(number, place, state)
             except OSError as error:
                 raise CheckpointError(f"the copy of step {state.step} cannot be fetched from {place[0]}:{place[1]}: {error}") from error
         content = self._contents[number]
@@ -118,7 +128,7 @@ class HostMemory:
         """Leave; with ``is_over`` the keeper may forget the slots. Never raises."""
         with suppress(OSError):  # a keeper that is gone has forgotten them
             if is_over:
-                self._keeper.ask("release")
+                self._keeper.ask("release", limit_s=self._limit_s)
         self._keeper.close()
         for slot in self._slots.values():
             slot.close()
@@ -142,14 +152,16 @@ class HostMemory:
         own = [(content.index.step, content.index.launch, number) for number, content in self._contents.items()]
         report = Report(self._fingerprint, self._keeper.identity["keeper"], (_own_address(), port), own, copies)
         reports = [Report.from_json(document) for document in all_gather_json(asdict(report))]
-        if (peer := peer_of(self._rank, reports)) is not None:
-            self._keeper.ask("peers", secret=self._secret, peer=peer)
+        self._peer = peer_of(self._rank, reports)
+        if self._peer is not None:
+            self._keeper.ask("peers", secret=self._secret, peer=self._peer)
         return reports
 
-    def _fetch(self, number: int, place: str | tuple[str, int], step: int) -> None:
+    def _fetch(self, number: int, place: str | tuple[str, int], state: MemoryState) -> None:
         host, port = place
+        wanted = {"rank": self._rank, "step": state.step, "launch": state.launch, "fingerprint": self._fingerprint}
         answer, descriptors = self._keeper.ask_for_slots(
-            "fetch", slot=number, host=host, port=port, secret=self._secret, rank=self._rank, step=step
+            "fetch", limit_s=self._limit_s, slot=number, host=host, port=port, secret=self._secret, wanted=wanted
         )
         if (old := self._slots.get(number)) is not None:
             old.close()

@@ -26,7 +26,7 @@ from megascale_jax.checkpoint.holdings import Held, Job, Rank, Request
 from megascale_jax.checkpoint.peers import PeerServer, send_copy
 from megascale_jax.checkpoint.retention import apply
 from megascale_jax.checkpoint.slot import Slot, SlotIndex, checksums
-from megascale_jax.checkpoint.stage_two import Target, discard, publish, tidy, write_part
+from megascale_jax.checkpoint.stage_two import Target, discard, is_published, publish, tidy, write_part
 from megascale_jax.checkpoint.upload import upload, waiting
 
 IDLE_S = 600.0
@@ -91,7 +91,7 @@ class Keeper:
                 hello, _, _ = channel.receive()
                 with self.changed:
                     rank = self.ranks.setdefault(int(hello["rank"]), Rank())
-                    rank.released = False
+                    rank.released, rank.failures = False, []
                 channel.limit(None)
                 channel.send({"pid": os.getpid(), "keeper": self.peers.name})
                 while True:
@@ -146,7 +146,7 @@ class Keeper:
     def _acquire(self, request: Request) -> dict[str, Any]:
         """Give a slot to the rank to be filled, once stage 2 has left it."""
         with self.changed:
-            held = request.rank.slots[request.message["slot"]]
+            held = self._slot_of(request)
             self._until(lambda: not held.busy, request.message["limit_s"])
             held.index = held.sums = None
         return {}
@@ -155,7 +155,7 @@ class Keeper:
         """A slot is complete: carry it on."""
         target = Target.from_json(request.message["target"]) if request.message["target"] is not None else None
         with self.changed:
-            held = request.rank.slots[request.message["slot"]]
+            held = self._slot_of(request)
             held.index, held.sums, held.busy = SlotIndex.from_json(request.message["index"]), None, True
             job = Job(request.number, request.message["slot"], held, held.index, target)
             self._launch = held.index.launch
@@ -187,8 +187,8 @@ class Keeper:
 
     def _fetch(self, request: Request) -> dict[str, Any]:
         """Get a rank's copy from another host into one of the rank's slots. Raises ConnectionError or OSError."""
-        wanted = {key: request.message[key] for key in ("host", "port", "secret", "rank", "step")}
-        slot, index, sums = self.peers.fetch(**wanted)
+        door = {key: request.message[key] for key in ("host", "port", "secret")}
+        slot, index, sums = self.peers.fetch(**door, wanted=request.message["wanted"], limit_s=request.message["limit_s"])
         self._replace(request, Held(slot, index, sums))
         request.reply_descriptors = [slot.descriptor]
         return {"num_bytes": slot.num_bytes, "index": index.to_json(), "sums": sums}
@@ -218,6 +218,13 @@ class Keeper:
             if (old := slots.get(number)) is not None:
                 old.slot.close()
             slots[number] = held
+
+    def _slot_of(self, request: Request) -> Held:
+        """The slot that is asked about. Raises OSError when the rank means other memory than we hold."""
+        held = request.rank.slots[request.message["slot"]]
+        if request.message["identity"] != held.slot.identity:
+            raise OSError(f"slot {request.message['slot']} is other memory here than in the rank; give it again")
+        return held
 
     def _until(self, condition: Callable[[], bool], limit_s: float) -> None:
         if not self.changed.wait_for(condition, limit_s):
@@ -258,7 +265,8 @@ class Keeper:
         try:
             manifest = publish(storage, target, job.index, lambda: self._launch != job.index.launch)
         except OSError as error:
-            discard(storage, job.index, str(error))
+            if not is_published(storage, job.index):
+                discard(storage, job.index, str(error))
             raise
         with self.changed:
             self._durable = {"step": manifest.step, "created_unix_s": manifest.created_unix_s, "num_bytes": manifest.num_bytes}
@@ -277,10 +285,16 @@ class Keeper:
             try:
                 with self._reported(job, f"not uploaded to {target.upload}", is_loss=False):
                     storage = target.storage()
+                    problem: OSError | None = None
                     for step in waiting(storage):
-                        upload(storage, step, target.upload)
+                        try:
+                            upload(storage, step, target.upload)
+                        except OSError as error:  # the next one may go through
+                            problem = error
                     by = f"retention after the upload of step {job.index.step}"
-                    apply(storage, target.retention, by, launch=job.index.launch, bound=waiting(storage))
+                    apply(storage, target.retention, by, launch=job.index.launch, run=target.run, bound=waiting(storage))
+                    if problem is not None:
+                        raise problem
             finally:
                 with self.changed:
                     self._working -= 1

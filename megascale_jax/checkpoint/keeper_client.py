@@ -88,16 +88,20 @@ class KeeperClient:
     ) -> tuple[dict[str, Any], list[int]]:
         """`ask`, and the descriptors that came with the answer."""
         with self._lock:
-            self._channel.limit(limit_s + ANSWER_S)
-            self._channel.send({"op": op, "limit_s": limit_s, **message}, descriptors=descriptors)
-            answer, _, received = self._channel.receive()
+            try:
+                self._channel.limit(limit_s + ANSWER_S)
+                self._channel.send({"op": op, "limit_s": limit_s, **message}, descriptors=descriptors)
+                answer, _, received = self._channel.receive()
+            except BaseException:
+                self._channel.close()  # a late answer must not be taken for that to the next question
+                raise
         if "error" in answer:
             raise OSError(answer["error"])
         return answer, received
 
-    def give_slot(self, number: int, slot: Slot) -> None:
-        """Let the keeper hold a slot too."""
-        self.ask("slot", slot=number, num_bytes=slot.num_bytes, descriptors=[slot.descriptor])
+    def give_slot(self, number: int, slot: Slot, limit_s: float = ANSWER_S) -> None:
+        """Let the keeper hold a slot too, once stage 2 has left the one before."""
+        self.ask("slot", limit_s=limit_s, slot=number, num_bytes=slot.num_bytes, descriptors=[slot.descriptor])
 
     def close(self) -> None:
         """End the connection; the keeper stays."""

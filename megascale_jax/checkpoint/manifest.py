@@ -43,6 +43,8 @@ class Manifest:
     compression: str
     created_unix_s: float
     description: Mapping[str, Any]
+    run: str = ""
+    """Identity of the run that wrote it; empty: of any."""
     key_id: str = ""
     """Fingerprint of the key that the arrays are sealed with; empty: they are not."""
     format: int = FORMAT
@@ -51,6 +53,10 @@ class Manifest:
     def data(self) -> str:
         """Folder of the arrays below the storage's root."""
         return f"{self.step}/{self.launch}"
+
+    def is_of(self, run: str | None) -> bool:
+        """Whether a run may go on from it; ``None``: any run."""
+        return not run or not self.run or self.run == run
 
     def to_bytes(self) -> bytes:
         """The file's content."""
@@ -138,14 +144,10 @@ def scan(storage: Storage) -> list[Found]:
     return found
 
 
-def newest_good(storage: Storage) -> Manifest | None:
-    """The newest checkpoint whose manifest can be read; its arrays are not looked at."""
-    for step in reversed(published_steps(storage)):
-        try:
-            return read_manifest(storage, step)
-        except (CheckpointError, StorageError):
-            continue
-    return None
+def newest_good(storage: Storage, run: str | None = None) -> Manifest | None:
+    """The newest checkpoint whose manifest can be read, of one run if it is given; its arrays are not looked at."""
+    good = [one.manifest for one in scan(storage) if one.manifest is not None and one.manifest.is_of(run)]
+    return good[-1] if good else None
 
 
 def mark_damaged(storage: Storage, step: int, reason: str) -> None:

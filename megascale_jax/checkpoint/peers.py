@@ -8,7 +8,7 @@ import contextlib
 import socket
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megascale_jax.checkpoint.channel import Channel, connect_tcp
@@ -52,17 +52,19 @@ class PeerServer:
                 for _, index, _ in copies
             ]
 
-    def fetch(self, host: str, port: int, secret: str, rank: int, step: int) -> tuple[Slot, SlotIndex, list[int]]:
-        """A rank's copy from the keeper of another host, verified. Raises ConnectionError, OSError when it is not there or damaged."""
-        with connect_tcp(host, port, secret, LIMIT_S) as channel:
-            announced = channel.ask({"op": "get", "rank": rank, "step": step})
+    def fetch(self, host: str, port: int, secret: str, wanted: Mapping[str, Any], limit_s: float) -> tuple[Slot, SlotIndex, list[int]]:
+        """The copy with the ``rank``, ``step``, ``launch`` and ``fingerprint`` that are ``wanted`` from another host's keeper, verified.
+
+        Raises ConnectionError, OSError when it is not there or damaged.
+        """
+        with connect_tcp(host, port, secret, min(LIMIT_S, limit_s)) as channel:
+            announced = channel.ask({"op": "get", "wanted": dict(wanted)})
             slot = Slot(announced["num_bytes"])
             channel.send({"op": "go"})
             channel.receive(into=slot.data)
         index = SlotIndex.from_json(announced["index"])
-        if checksums(slot, index) != announced["sums"]:
-            slot.close()
-            raise OSError(f"the copy of rank {rank} at step {step} on {host} has a wrong checksum")
+        if _name(index) != dict(wanted) or checksums(slot, index) != announced["sums"]:
+            raise OSError(f"the copy of rank {wanted['rank']} at step {wanted['step']} on {host} is another one, or has a wrong checksum")
         return slot, index, announced["sums"]
 
     def _accept(self, server: socket.socket) -> None:
@@ -91,7 +93,6 @@ class PeerServer:
         channel.send({})
         channel.receive(into=slot.data)
         if checksums(slot, index) != message["sums"]:
-            slot.close()
             raise OSError("wrong checksum on arrival")
         with self._lock:
             copies = [copy for copy in self._copies.get(index.rank, []) if (copy[1].step, copy[1].launch) != (index.step, index.launch)]
@@ -100,13 +101,18 @@ class PeerServer:
 
     def _get(self, channel: Channel, message: dict[str, Any]) -> None:
         with self._lock:
-            found = [copy for copy in self._copies.get(message["rank"], []) if copy[1].step == message["step"]]
+            wanted = message["wanted"]
+            found = [copy for copy in self._copies.get(wanted["rank"], []) if _name(copy[1]) == wanted]
         if not found:
-            raise OSError(f"no copy of rank {message['rank']} at step {message['step']} here")
+            raise OSError(f"no copy of rank {wanted['rank']} at step {wanted['step']} here")
         slot, index, sums = found[-1]
         channel.send({"num_bytes": slot.num_bytes, "index": index.to_json(), "sums": sums})
         channel.receive()
         channel.send({}, slot.data)
+
+
+def _name(index: SlotIndex) -> dict[str, Any]:
+    return {"rank": index.rank, "step": index.step, "launch": index.launch, "fingerprint": index.fingerprint}
 
 
 def send_copy(host: str, port: int, secret: str, slot: Slot, index: SlotIndex, sums: Sequence[int]) -> None:

@@ -70,18 +70,22 @@ def _reason(manifest: Manifest, newest: set[int], policy: Retention, now_unix_s:
     return ", ".join(reasons)
 
 
-def apply(storage: Storage, policy: Retention, by: str, *, launch: str, bound: Collection[int] = ()) -> list[Deletion]:
+def apply(storage: Storage, policy: Retention, by: str, *, launch: str, run: str = "", bound: Collection[int] = ()) -> list[Deletion]:
     """Decide and delete; what was deleted. What ``launch`` is writing stays, also where newer steps of another start lie beside it.
+
+    What another run left here is not counted among those that ``run`` keeps, and not removed.
 
     Raises OSError.
     """
-    found = scan(storage)
+    everything = scan(storage)
+    found = [one for one in everything if one.manifest is None or one.manifest.is_of(run)]
     published = {str(one.step) for one in found}
 
     def is_being_written(folder: str) -> bool:
         return folder not in published and any(storage.names(f"{folder}/{name}/") for name in (launch, f"{launch}.parts"))
 
-    decided = decide(found, storage.folders(), policy, time.time(), bound)
+    foreign = {str(one.step) for one in everything if one not in found}
+    decided = decide(found, [name for name in storage.folders() if name not in foreign], policy, time.time(), bound)
     deletions = [deletion for deletion in decided if not is_being_written(deletion.folder)]
     for deletion in deletions:
         delete(storage, deletion, by)

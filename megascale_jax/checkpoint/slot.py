@@ -8,6 +8,7 @@ away once the copy is complete; the keeper then adds a checksum of every block, 
 
 import mmap
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -78,6 +79,7 @@ class Slot:
         self.num_bytes = num_bytes
         if os.fstat(self.descriptor).st_size != num_bytes:
             raise OSError(f"a slot of {os.fstat(self.descriptor).st_size} bytes arrived, expected {num_bytes}")
+        self._end = weakref.finalize(self, os.close, self.descriptor)
         self._map = mmap.mmap(self.descriptor, num_bytes)
         self.data = np.frombuffer(self._map, np.uint8)
         if prefault:
@@ -85,10 +87,15 @@ class Slot:
 
     def close(self) -> None:
         """Give the memory back, unless somebody else holds it."""
-        del self.data
+        self._end()
+        self.data = np.empty(0, np.uint8)
         with suppress(BufferError):  # a view is still out; the memory goes with it
             self._map.close()
-        os.close(self.descriptor)
+
+    @property
+    def identity(self) -> int:
+        """The same for all who hold this very memory."""
+        return os.fstat(self.descriptor).st_ino
 
     def block(self, block: SlotBlock) -> np.ndarray:
         """The bytes of a block, a view."""

@@ -19,7 +19,7 @@ from megascale_jax.checkpoint.retention import Deletion, Retention, apply, delet
 from megascale_jax.checkpoint.slot import Slot, SlotIndex, owned_blocks
 from megascale_jax.checkpoint.storage import Storage
 from megascale_jax.checkpoint.upload import waiting
-from megascale_jax.errors import CheckpointError, MegascaleError
+from megascale_jax.errors import CheckpointError
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 
@@ -33,6 +33,7 @@ class Target:
     compression: str
     retention: Retention
     publish_limit_s: float
+    run: str = ""
     key_file: str | None = None
     upload: str | None = None
 
@@ -62,7 +63,7 @@ def write_part(storage: Storage, target: Target, slot: Slot, index: SlotIndex) -
         part = Part(index.rank, number, size)
         storage.write(_report(data, index.rank), part.to_bytes())
         return part
-    except (OSError, MegascaleError) as error:
+    except Exception as error:  # whatever it was: rank 0 must not wait for this part
         with suppress(OSError):  # rank 0 then runs into its limit
             storage.write(_report(data, index.rank), Part(index.rank, error=str(error)).to_bytes())
         raise
@@ -76,6 +77,14 @@ def _finished(storage: Storage, index: SlotIndex) -> Part | None:
         return part
     # the reports go after publication, so one that is missing says nothing before this is looked at
     return Part(index.rank) if _published(storage, index) is not None else None
+
+
+def is_published(storage: Storage, index: SlotIndex) -> bool:
+    """Whether this very step and launch is published, or may be: a storage that cannot be asked does not say no."""
+    try:
+        return _published(storage, index) is not None
+    except OSError:
+        return True
 
 
 def _published(storage: Storage, index: SlotIndex) -> Manifest | None:
@@ -107,10 +116,13 @@ def publish(storage: Storage, target: Target, index: SlotIndex, is_outdated: Cal
         compression=target.compression,
         created_unix_s=time.time(),
         description=index.description,
+        run=target.run,
         key_id=Cipher(target.key_file).key_id if target.key_file else "",
     )
+    if storage.has(f"{index.step}/{DAMAGED}"):  # an earlier launch's, which this one replaces: first what is damaged, then its mark
+        storage.delete(f"{index.step}/{MANIFEST}")
+        storage.delete(f"{index.step}/{DAMAGED}")
     storage.write(f"{index.step}/{MANIFEST}", manifest.to_bytes())
-    storage.delete(f"{index.step}/{DAMAGED}")  # the mark of an earlier launch's, which this one replaces
     storage.sync(str(index.step))
     return manifest
 
@@ -121,6 +133,7 @@ def discard(storage: Storage, index: SlotIndex, reason: str) -> None:
     for folder in (data, f"{data}.parts"):
         with suppress(OSError):
             storage.delete_folder(folder)
+    storage.prune(str(index.step))
     with suppress(OSError):
         storage.append(DELETIONS, record(Deletion(data, f"not published: {reason}"), by="publication"))
 
@@ -150,11 +163,11 @@ def _wait_for_parts(storage: Storage, target: Target, data: str, is_outdated: Ca
 def tidy(storage: Storage, target: Target, manifest: Manifest) -> None:
     """Once published: remove the reports, what earlier starts left of the same step, and what retention lets go. Raises OSError."""
     storage.delete_folder(f"{manifest.data}.parts")
-    inside = {key.split("/")[1] for key in storage.names(f"{manifest.step}/")}
-    for name in inside - {manifest.launch, MANIFEST}:
+    inside = {key.split("/")[1] for key in storage.names(f"{manifest.step}/") if key.count("/") > 1}
+    for name in inside - {manifest.launch}:
         delete(storage, Deletion(f"{manifest.step}/{name}", "left by an earlier start of the run"), by=f"publication of {manifest.data}")
     bound = {manifest.step, *(waiting(storage) if target.upload is not None else ())}
-    apply(storage, target.retention, f"retention at step {manifest.step}", launch=manifest.launch, bound=bound)
+    apply(storage, target.retention, f"retention at step {manifest.step}", launch=manifest.launch, run=target.run, bound=bound)
 
 
 def _report(data: str, rank: int) -> str:

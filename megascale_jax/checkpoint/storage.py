@@ -14,15 +14,13 @@ from typing import Any
 
 import tensorstore as ts
 
+from megascale_jax.errors import StorageError
+
 WAIT_S = 600
 """Longest wait for one operation; a store that is silent for so long has failed."""
 S3_ENDPOINT = "AWS_ENDPOINT_URL"
 """Environment variable with the address of an S3 that is not Amazon's."""
 REMOTE = ("gs://", "s3://", "http://", "https://")
-
-
-class StorageError(OSError):
-    """The storage refused, lost or damaged something."""
 
 
 class Storage:
@@ -88,11 +86,14 @@ class Storage:
         if self.folder is not None:
             if (self.folder / name).is_dir():
                 shutil.rmtree(self.folder / name)
-            if "/" in name:
-                with suppress(OSError):  # an empty folder above it goes too
-                    (self.folder / name).parent.rmdir()
         else:
             wait(self._store.delete_range(ts.KvStore.KeyRange(f"{name}/", f"{name}0")))
+
+    def prune(self, name: str) -> None:
+        """Remove a folder if nothing is in it; object stores have no empty ones. Never raises."""
+        if self.folder is not None:
+            with suppress(OSError):
+                (self.folder / name).rmdir()
 
     def sync(self, prefix: str) -> None:
         """Have a local folder's names on the disk too: after a power loss a published checkpoint still is one."""
@@ -131,7 +132,7 @@ def wait(future: Any, limit_s: float = WAIT_S) -> Any:
     try:
         return future.result(timeout=limit_s)
     except TimeoutError as error:
-        raise StorageError(f"no answer within {limit_s:.0f} s") from error
+        raise StorageError(f"DEADLINE_EXCEEDED: no answer within {limit_s:.0f} s") from error
     except (ValueError, RuntimeError, NotImplementedError) as error:
         raise StorageError(first_line(error)) from error
 

@@ -27,7 +27,7 @@ from megascale_jax.checkpoint.broadcast import read_broadcast
 from megascale_jax.checkpoint.cipher import Cipher
 from megascale_jax.checkpoint.host_memory import HostMemory
 from megascale_jax.checkpoint.keeper_client import keeper_folder
-from megascale_jax.checkpoint.manifest import Manifest, mark_damaged, published_steps, read_manifest
+from megascale_jax.checkpoint.manifest import Manifest, mark_damaged, read_manifest, scan
 from megascale_jax.checkpoint.restore import Shards, fingerprint, grid_of, read_plain
 from megascale_jax.checkpoint.retention import Retention
 from megascale_jax.checkpoint.slot import SlotIndex
@@ -37,7 +37,7 @@ from megascale_jax.checkpoint.storage import Storage
 from megascale_jax.checkpoint.tiers import MemoryState, memory_states
 from megascale_jax.comm.agree import all_gather_json
 from megascale_jax.config.schema import CheckpointConfig
-from megascale_jax.errors import CheckpointError, DamagedCheckpointError
+from megascale_jax.errors import CheckpointError, DamagedCheckpointError, MegascaleError
 from megascale_jax.parallel.plan import Plan
 
 Named = Mapping[str, jax.Array]
@@ -75,33 +75,34 @@ class CheckpointStore:
         self._storage, self._plan, self._settings, self._say = Storage(url, settings.key_file), plan, settings, say
         self._grid = grid_of(plan)
         shared = all_gather_json({"launch": secrets.token_hex(8), "secret": secrets.token_hex(32), "run": run_identity})[0]
-        self._launch, self._fingerprint = shared["launch"], fingerprint(plan)
+        self._launch, self._run, self._fingerprint = shared["launch"], shared["run"], fingerprint(plan)
         self._layout = SlotLayout(plan, self._grid)
-        self._memory = HostMemory(keeper_folder(shared["run"]), self._layout, self._fingerprint, shared["secret"], settings.limit_s)
+        folder = keeper_folder(f"{self._run} {self._storage.url}")  # a copied run folder is another run's
+        self._memory = HostMemory(folder, self._layout, self._fingerprint, shared["secret"], settings.limit_s)
         self._lost: set[int] = set()
         self._newest_step = 0
         self._durable: dict[str, Any] | None = None
         self._failures: list[dict[str, Any]] = []
-        self._turn, self._closed = threading.RLock(), threading.Event()
+        self._turn, self._news, self._closed = threading.RLock(), threading.Lock(), threading.Event()
         self._target = Target(
             url=self._storage.url,
             ranks=jax.process_count(),
             compression=settings.compression,
             retention=Retention(settings.keep, settings.keep_every, settings.keep_hours),
             publish_limit_s=settings.limit_s,
+            run=self._run,
             key_file=settings.key_file,
             upload=settings.upload,
         )
-        if settings.key_file is not None:
-            Cipher(settings.key_file)  # what is wrong with it is said now
+        self._all_can(lambda: Cipher(settings.key_file) if settings.key_file is not None else None)
         threading.Thread(target=self._watch, daemon=True).start()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """After an error the states stay in memory, for whoever goes on from them."""
-        self.close(is_over=kind is None)
+        """After an error nothing is waited for: the keeper goes on by itself, and the states stay for whoever goes on from them."""
+        self.close(waits=kind is None)
 
     @property
     def keeper_pid(self) -> int:
@@ -119,8 +120,8 @@ class CheckpointStore:
         index = SlotIndex(step, self._launch, jax.process_index(), self._grid.stored, self._layout.blocks, self._fingerprint, description)
         try:
             self._with_keeper(lambda: self._memory.fill(state, index, self._target))
-        except (OSError, CheckpointError) as error:
-            self._failed(step, str(error))
+        except Exception as error:  # of memory, of a device's transfer, of the keeper: a training never ends for it
+            self._failed(step, f"{type(error).__name__}: {error}")
         self.blocked_s = time.monotonic() - began
 
     def wait(self) -> None:
@@ -136,7 +137,7 @@ class CheckpointStore:
 
         Costs nothing: a thread asks the keeper.
         """
-        with self._turn:
+        with self._news:
             failures, self._failures = self._failures, []
         for failure in failures:
             if failure["is_loss"]:
@@ -152,10 +153,15 @@ class CheckpointStore:
         except (OSError, CheckpointError) as error:
             self._say(f"no memory for checkpoints yet: {error}")
 
-    def close(self, *, is_over: bool = False) -> None:
-        """Finish stage 2. ``is_over``: the run has ended, so its states need not stay in memory. Never raises."""
+    def close(self, *, is_over: bool = False, waits: bool = True) -> None:
+        """Finish stage 2, unless ``waits`` is off. ``is_over``: the states need not stay in memory; those that are not safe do.
+
+        Never raises.
+        """
         if not self._closed.is_set():
-            self.wait()
+            if waits:
+                self.wait()
+            is_over = is_over and self._newest_step not in self._lost
             self._closed.set()
             with self._turn:
                 self._memory.close(is_over=is_over)
@@ -189,8 +195,8 @@ class CheckpointStore:
             shards = Shards(self._plan, self._grid, self._grid.stored, self._grid.stored)
             read_plain(shards, reader)
             description = reader.description
-        except CheckpointError as error:
-            problem = str(error)
+        except Exception as error:  # whatever it was, the other ranks wait for our word
+            problem = f"{type(error).__name__}: {error}"
         problems = [problem for problem in all_gather_json(problem) if problem is not None]
         if problems or shards is None:
             self._say(f"step {state.step} in memory is passed over: {problems[0]}")
@@ -206,11 +212,11 @@ class CheckpointStore:
             shards = Shards(self._plan, self._grid, manifest.arrays, self._grid.stored)
             opened.append((manifest, BlockReader(self._storage, manifest), shards))
 
-        if not self._all_can(open_all, step):
+        if not self._all_can(open_all, step=step):
             return None
         manifest, reader, shards = opened[0]
         read = read_broadcast if self._broadcasts else read_plain
-        if not self._all_can(lambda: read(shards, reader), step):
+        if not self._all_can(lambda: read(shards, reader), step=step):
             return None
         return Restored(step, shards.arrays(), manifest.description, "durable", reader.bytes_read)
 
@@ -220,18 +226,21 @@ class CheckpointStore:
         chosen = self._settings.restore
         return self._memory.num_hosts > 1 if chosen == "auto" else chosen == "broadcast"
 
-    def _all_can(self, action: Callable[[], None], step: int) -> bool:
-        """Whether an action on a published checkpoint succeeds on all ranks; damage is marked and said.
+    def _all_can(self, action: Callable[[], Any], *, step: int = 0) -> bool:
+        """Whether an action, on a published checkpoint, succeeds on all ranks; damage is marked and said.
 
         Raises CheckpointError on all ranks when it fails on one for another reason: an older step must not be taken for that.
+        Whatever an action raises, every rank comes here to say so, since the others wait.
         """
         outcome = ("fine", "")
         try:
             action()
         except DamagedCheckpointError as error:
             outcome = ("damaged", str(error))
-        except (CheckpointError, OSError) as error:
+        except MegascaleError as error:
             outcome = ("other", str(error))
+        except Exception as error:
+            outcome = ("other", f"{type(error).__name__}: {error}")
         failures = [(kind, text) for kind, text in all_gather_json(outcome) if kind != "fine"]
         for kind, text in failures:
             if kind == "other":
@@ -239,11 +248,23 @@ class CheckpointStore:
         if failures:
             self._say(f"step {step} is damaged and passed over: {failures[0][1]}")
             if jax.process_index() == 0:
-                mark_damaged(self._storage, step, failures[0][1])
+                try:
+                    mark_damaged(self._storage, step, failures[0][1])
+                except OSError as error:
+                    self._say(f"step {step} could not be marked, so the next start will meet it again: {error}")
         return not failures
 
     def _published(self) -> list[int]:
-        return all_gather_json(published_steps(self._storage) if jax.process_index() == 0 else None)[0]
+        """Steps that rank 0 finds: this run's, and those whose manifest cannot be read."""
+        steps: list[int] = []
+
+        def look() -> None:
+            if jax.process_index() == 0:
+                found = scan(self._storage)
+                steps.extend(one.step for one in found if one.manifest is None or one.manifest.is_of(self._run))
+
+        self._all_can(look)
+        return all_gather_json(steps)[0]
 
     def _with_keeper(self, action: Callable[[], Any]) -> Any:
         """An action; with another keeper once more, when the one there is turns out to be dead."""
@@ -265,7 +286,7 @@ class CheckpointStore:
                 continue  # the next save says so
 
     def _heed(self, status: Mapping[str, Any]) -> None:
-        with self._turn:
+        with self._news:
             self._failures += status["failures"]
             self._durable = status["durable"] or self._durable
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import fsspec
 import xxhash
 
-from megascale_jax.checkpoint.manifest import MANIFEST, UPLOADED, published_steps
+from megascale_jax.checkpoint.manifest import MANIFEST, UPLOADED, read_manifest, scan
 from megascale_jax.checkpoint.storage import Storage
 
 _PIECE = 8 << 20
@@ -21,7 +21,14 @@ _PIECE = 8 << 20
 
 def waiting(storage: Storage) -> list[int]:
     """Steps of a local folder that have been published and not uploaded, ascending."""
-    return [step for step in published_steps(storage) if not storage.has(f"{step}/{UPLOADED}")]
+    found = {one.step: one.manifest for one in scan(storage) if one.manifest is not None}
+    return [step for step, manifest in found.items() if _uploaded_launch(storage, step) != manifest.launch]
+
+
+def _uploaded_launch(storage: Storage, step: int) -> str | None:
+    """Which start's checkpoint of this step was uploaded: an earlier one's says nothing about what replaced it."""
+    content = storage.read(f"{step}/{UPLOADED}")
+    return json.loads(content).get("launch") if content is not None else None
 
 
 def upload(storage: Storage, step: int, url: str) -> int:
@@ -30,7 +37,7 @@ def upload(storage: Storage, step: int, url: str) -> int:
     Raises OSError when it cannot be written, or when a byte is not the same there.
     """
     assert storage.folder is not None, "only a folder of this machine is uploaded"
-    root, total = f"{url.rstrip('/')}/{step}", 0
+    root, total, launch = f"{url.rstrip('/')}/{step}", 0, read_manifest(storage, step).launch
     try:
         files, target = fsspec.core.url_to_fs(root)
         for file in _in_order(storage.folder / str(step)):
@@ -48,7 +55,7 @@ def upload(storage: Storage, step: int, url: str) -> int:
         raise
     except Exception as error:  # file systems of fsspec raise what their libraries raise
         raise OSError(f"{root}: {type(error).__name__}: {error}") from error
-    document = {"url": root, "num_bytes": total, "at_unix_s": time.time()}
+    document = {"url": root, "launch": launch, "num_bytes": total, "at_unix_s": time.time()}
     storage.write(f"{step}/{UPLOADED}", json.dumps(document).encode())
     return total
 

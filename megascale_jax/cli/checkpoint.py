@@ -193,16 +193,17 @@ def delete(
     reason: Annotated[str, typer.Option(help="why; goes to deletions.jsonl", show_default=False)],
 ) -> None:
     """Delete one checkpoint, never the newest complete one; what, when and why is written to `deletions.jsonl`."""
-    from megascale_jax.checkpoint.manifest import published_steps
+    from megascale_jax.checkpoint.manifest import newest_good, published_steps
     from megascale_jax.checkpoint.retention import Deletion
     from megascale_jax.checkpoint.retention import delete as remove
 
     storage = storage_of(place)
-    steps = published_steps(storage)
+    newest = newest_good(storage)
     if str(step) not in storage.folders():
-        raise CheckpointError(f"{storage.url} has no folder of step {step}; complete ones: {steps}")
-    if steps and step == steps[-1]:
-        raise UsageError(f"step {step} is the newest complete checkpoint of {storage.url}; it stays")
+        raise CheckpointError(f"{storage.url} has no folder of step {step}; complete ones: {published_steps(storage)}")
+    if newest is None or step >= newest.step:
+        what = "is not behind a complete one" if newest is None or step > newest.step else "is the newest complete checkpoint"
+        raise UsageError(f"step {step} {what} of {storage.url}; it stays")
     remove(storage, Deletion(str(step), reason), by="megascale checkpoint delete")
     Console(soft_wrap=True).print(f"step {step} of {storage.url} is deleted")
 

@@ -22,4 +22,4 @@ def keep(
 
     folder = RunFolder(run)
     folder.experiment()
-    serve(keeper_folder(folder.identity()), idle_s)
+    serve(keeper_folder(f"{folder.identity()} {folder.storage().url}"), idle_s)

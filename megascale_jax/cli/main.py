@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megascale_jax.cli import checkpoint, compare, compile, config, data, huggingface, keep, sample, schedule, train
-from megascale_jax.errors import CheckpointError, CompileError, UsageError
+from megascale_jax.errors import CheckpointError, CompileError, StorageError, UsageError
 
 app = typer.Typer(
     name="megascale",
@@ -46,7 +46,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", module="orbax")
     try:
         app()
-    except (UsageError, CheckpointError) as error:
+    except (UsageError, CheckpointError, StorageError) as error:
         Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), str(error)))
         sys.exit(2)
     except CompileError as error:

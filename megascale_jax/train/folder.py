@@ -17,7 +17,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from megascale_jax.checkpoint.manifest import published_steps, read_manifest
+from megascale_jax.checkpoint.manifest import newest_good, read_manifest
 from megascale_jax.checkpoint.storage import Storage
 from megascale_jax.config.checks import difference_blocks_resume
 from megascale_jax.config.load import differences, dump_yaml, read_resolved
@@ -60,19 +60,23 @@ class RunFolder:
 
     def latest(self, experiment: Experiment | None = None) -> int | None:
         """Step of the newest complete checkpoint."""
-        steps = published_steps(self.storage(experiment))
-        return steps[-1] if steps else None
+        newest = newest_good(self.storage(experiment), self._known_identity())
+        return newest.step if newest is not None else None
 
     def description(self, step: int) -> Mapping[str, Any]:
         """What a checkpoint says of its run. Raises CheckpointError."""
         return read_manifest(self.storage(), step).description
+
+    def _known_identity(self) -> str:
+        file = self.path / IDENTITY_FILE
+        return file.read_text() if file.is_file() else ""
 
     def identity(self) -> str:
         """A name of this run that no other one has, also none that was here before; made when it is first asked for."""
         file = self.path / IDENTITY_FILE
         if not file.is_file():
             replace_file(file, uuid.uuid4().hex.encode())
-        return file.read_text()
+        return self._known_identity()
 
     def check(self, experiment: Experiment) -> None:
         """Refuse a configuration that may not go on here. Raises RunFolderError or CheckpointError; writes nothing."""

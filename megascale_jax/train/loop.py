@@ -106,6 +106,7 @@ class Trainer:
                 if step >= train.steps:
                     self.progress.update(step, note="evaluating on the held-out split")
                     summary = self._summarize(step, self.held_out_loss(state, train.evaluation.final_batches), resumed_from)
+                    self.store.close(is_over=True)
         return Outcome(step, summary, self.folder.latest(self.experiment) if self.is_first else None)
 
     def held_out_loss(self, state: TrainState, batches: int | None) -> float:
@@ -127,8 +128,8 @@ class Trainer:
 
     def _begin(self, batches: BatchIterator) -> tuple[int | None, TrainState]:
         restored = self.store.restore()
+        self.store.prepare()
         if restored is None:
-            self.store.prepare()
             return None, initial_state(self.plan, self.steps.optimizer, self.experiment.train.seed)
         batches.restore(restored.description["data"])
         saved = Experiment.model_validate_json(restored.description["experiment"])

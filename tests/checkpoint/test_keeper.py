@@ -22,7 +22,8 @@ def holding(keeper, *, busy):
 
 
 def ask(keeper, op, **message):
-    return getattr(keeper, f"_{op}")(Request(0, keeper.ranks[0], {"slot": 0, "limit_s": 0.2, **message}, []))
+    asked = {"slot": 0, "identity": keeper.ranks[0].slots[0].slot.identity, "limit_s": 0.2}
+    return getattr(keeper, f"_{op}")(Request(0, keeper.ranks[0], asked | message, []))
 
 
 def test_slot_is_not_given_while_stage_two_reads_it(keeper):
@@ -48,6 +49,14 @@ def test_slot_in_use_is_not_replaced_or_released(keeper):
             ask(keeper, op)
     with pytest.raises(TimeoutError):
         keeper._replace(Request(0, keeper.ranks[0], {"slot": 0, "limit_s": 0.1}, []), Held(Slot(4096)))
+
+
+def test_other_memory_than_the_keeper_holds_is_refused(keeper):
+    """Else the keeper would publish what it holds, with good checksums, in place of what the rank saved."""
+    holding(keeper, busy=False)
+    for op in ("acquire", "filled"):
+        with pytest.raises(OSError, match="is other memory here than in the rank"):
+            ask(keeper, op, identity=1, target=None)
 
 
 def test_keeper_ends_when_all_is_over_or_nobody_comes(keeper):

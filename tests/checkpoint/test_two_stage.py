@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -12,7 +13,6 @@ import pytest
 from megascale_jax.checkpoint.channel import connect_unix
 from megascale_jax.checkpoint.keeper_client import keeper_folder
 from megascale_jax.checkpoint.manifest import Part, published_steps
-from megascale_jax.checkpoint.storage import Storage
 from megascale_jax.checkpoint.two_stage import CheckpointStore
 from megascale_jax.config.schema import CheckpointConfig
 from megascale_jax.errors import CheckpointError
@@ -105,7 +105,7 @@ def test_keeper_ends_and_gives_its_memory_back_when_the_run_is_over(run):
     store.close(is_over=True)
     until(lambda: not is_alive(pid))
     with pytest.raises(ConnectionError, match="no keeper answers"):
-        connect_unix(keeper_folder(run.identity), LIMIT_S)
+        connect_unix(keeper_folder(f"{run.identity} {run.folder}"), LIMIT_S)
 
 
 def test_keeper_outlives_its_rank_and_ends_when_nobody_comes_back(run, monkeypatch):
@@ -145,8 +145,7 @@ def test_keeper_that_dies_is_replaced_and_its_work_is_finished(run):
     os.kill(killed, signal.SIGKILL)
     until(lambda: store.keeper_pid != killed)
     assert published_steps(run.folder) == []
-    Storage(run.folder).database(f"7/{store._launch}/ocdbt.process_1").write("nothing", b"").result()
-    (reports / "1.json").write_bytes(Part(1, 1, 1).to_bytes())
+    (reports / "1.json").write_bytes(Part(1).to_bytes())  # the first rank of a plan for one owns every block
     until(lambda: published_steps(run.folder) == [7] or store.errors)
     store.wait()
     assert store.errors == 0, run.said
@@ -251,3 +250,64 @@ def test_save_whose_other_parts_never_come_fails_at_the_limit_and_leaves_nothing
     assert [line for line in run.said if "step 2 was not saved" in line and "no report of rank [1]" in line], run.said
     assert published_steps(run.folder) == [1]
     assert not (run.folder / "2").exists()
+
+
+def test_part_that_is_missing_is_never_published(run):
+    """A report without its blocks, as after a folder was lost: the older checkpoints stay, nothing is published in their place."""
+    here = plan(data=2)
+    store = run.store(here)
+    save(store, here, 1)
+    store._target = store._target.__class__(**{**vars(store._target), "ranks": 2})
+    store.save(2, random_state(here), {})
+    reports = run.folder / "2" / f"{store._launch}.parts"
+    until(lambda: (reports / "0.json").is_file())
+    shutil.rmtree(run.folder / "2" / store._launch / "ocdbt.process_0")
+    (reports / "1.json").write_bytes(Part(1).to_bytes())
+    store.wait()
+    assert store.errors == 1 and [line for line in run.said if "0 blocks were written, expected" in line], run.said
+    assert published_steps(run.folder) == [1]
+
+
+def test_states_that_are_not_safe_stay_in_memory_when_a_run_ends(run):
+    here = plan(data=2)
+    store = run.store(here)
+    store._target = store._target.__class__(**{**vars(store._target), "ranks": 2, "publish_limit_s": 0.3})
+    save(store, here, 5)
+    assert store.errors == 1
+    store.close(is_over=True)
+    restored = run.store(here).restore()
+    assert (restored.step, restored.tier) == (5, "local")
+
+
+def test_late_answers_are_not_taken_for_others(run):
+    """A question that ran out of time ends its connection; the next one goes to a keeper that starts with a clean line."""
+    here = plan(data=2)
+    store = run.store(here)
+    save(store, here, 1)
+    client = store._memory._keeper
+    client._channel.limit(0.05)
+    os.kill(store.keeper_pid, signal.SIGSTOP)
+    try:
+        client._channel.send({"op": "status", "limit_s": 1})
+        with pytest.raises(ConnectionError):
+            client._channel.receive()
+    finally:
+        client._channel.close()
+        os.kill(store.keeper_pid, signal.SIGCONT)
+    save(store, here, 2)
+    assert published_steps(run.folder) == [1, 2] and store.errors == 0
+
+
+def test_checkpoints_of_another_run_are_neither_taken_nor_counted(run, tmp_path):
+    """What the keeper of a run that was started anew with --fresh still published."""
+    here = plan(data=2)
+    old = run.store(here)
+    save(old, here, 30)
+    old.close(is_over=True)
+    run.identity = "started anew"
+    store = run.store(here, keep=1)
+    assert store.restore() is None
+    save(store, here, 5, 6)
+    assert published_steps(run.folder) == [6, 30]
+    store.close(is_over=True)
+    assert run.store(here).restore().step == 6
