@@ -60,9 +60,13 @@ class Verdict:
 
 
 def verify(storage: Storage, step: int, progress: Progress = _silent) -> Verdict:
-    """Read every block. Raises CheckpointError when the manifest cannot be used or the storage cannot be asked."""
-    manifest = read_manifest(storage, step)
-    reader, verdict, done = BlockReader(storage, manifest), Verdict(step), 0
+    """Read every block. Raises CheckpointError when there is no manifest, another key is needed, or the storage cannot be asked."""
+    verdict, done = Verdict(step), 0
+    try:
+        manifest = read_manifest(storage, step)
+        reader = BlockReader(storage, manifest)
+    except DamagedCheckpointError as error:
+        return Verdict(step, problems=[str(error)])
     for name, array in manifest.arrays.items():
         for index in array.indices():
             try:

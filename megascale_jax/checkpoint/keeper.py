@@ -5,7 +5,8 @@ the next host, writes the rank's part and, beside rank 0, publishes (`stage_two.
 priority, so that steps do not feel it. After a crash the next trainer gets the slots back by descriptor.
 
 One keeper serves all ranks of a run on its host. It ends by itself: at once when every rank has released its slots, else when
-no rank has been connected for a while and no work is left. SIGTERM asks it to end as soon as its work is done. It imports no JAX.
+no rank has been connected for a while and no work is left. SIGTERM asks it to end as soon as its work is done and its ranks have
+gone. It imports no JAX.
 """
 
 import contextlib

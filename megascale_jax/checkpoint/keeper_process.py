@@ -14,6 +14,7 @@ import psutil
 from filelock import Timeout
 
 from megascale_jax.checkpoint.keeper import IDLE_S, Keeper
+from megascale_jax.errors import UsageError
 
 
 def lowest_priority() -> None:
@@ -24,7 +25,10 @@ def lowest_priority() -> None:
 
 
 def serve(folder: Path, idle_s: float) -> None:
-    """Be the keeper in ``folder`` until there is no reason to. Files that it makes are for this user only."""
+    """Be the keeper in ``folder`` until there is no reason to. Files that it makes are for this user only.
+
+    SIGTERM, SIGINT and SIGHUP ask it to end once no rank is connected and no work is left. Raises UsageError when another one serves.
+    """
     os.umask(0o077)
     lowest_priority()
     keeper = Keeper(folder, idle_s)
@@ -36,8 +40,8 @@ def serve(folder: Path, idle_s: float) -> None:
         signal.signal(number, stop)
     try:
         keeper.serve()
-    except Timeout:
-        print(f"another keeper serves {folder}", file=sys.stderr)
+    except Timeout as error:
+        raise UsageError(f"another keeper serves {folder}; it ends by itself when its run is over") from error
 
 
 def main() -> None:
@@ -46,7 +50,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="folder of the keeper's lock and log; its name is also that of the socket")
     parser.add_argument("--idle-s", type=float, default=IDLE_S, help="seconds without a rank after which it ends")
     options = parser.parse_args()
-    serve(options.folder, options.idle_s)
+    try:
+        serve(options.folder, options.idle_s)
+    except UsageError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

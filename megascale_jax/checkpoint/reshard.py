@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from megascale_jax.checkpoint.arrays import BlockReader, merge, rank_folder, write_blocks
+from megascale_jax.checkpoint.cipher import KEY_FILE
 from megascale_jax.checkpoint.grid import StateGrid
 from megascale_jax.checkpoint.inspect import assemble, chunk_region
 from megascale_jax.checkpoint.manifest import MANIFEST, Manifest, read_manifest
@@ -28,6 +29,8 @@ def reshard(
         if name not in old.arrays or (old.arrays[name].shape, old.arrays[name].dtype) != (array.shape, array.dtype):
             have = list(old.arrays[name].shape) if name in old.arrays else "lacks it"
             raise CheckpointError(f"the checkpoint is of another model: {name}: checkpoint {have}, expected {list(array.shape)}")
+    if old.key_id and not target.key_file:
+        raise CheckpointError(f"step {step} of {source.url} is encrypted; name its key file for the new one too, in {KEY_FILE}")
     reader, launch, done = BlockReader(source, old), f"{old.launch}-resharded", 0
     data = f"{step}/{launch}"
 
@@ -47,7 +50,7 @@ def reshard(
     for rank in range(ranks):
         total += write_blocks(target, rank_folder(data, rank), grid.stored, blocks(rank), old.compression)[1]
     merge(target, data, grid.stored, ranks, old.compression)
-    manifest = Manifest(step, launch, grid.stored, ranks, total, old.compression, old.created_unix_s, description)
+    manifest = Manifest(step, launch, grid.stored, ranks, total, old.compression, old.created_unix_s, description, old.run, old.key_id)
     target.write(f"{step}/{MANIFEST}", manifest.to_bytes())
     target.sync(str(step))
     return manifest

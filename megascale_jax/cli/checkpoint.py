@@ -1,5 +1,6 @@
 """`megascale checkpoint`: what is saved of a run, whether it is whole, how two differ. Exit code 1: something is damaged, or differs."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -161,6 +162,7 @@ def reshard(
     step: StepOption = None,
 ) -> None:
     """Cut a checkpoint for another mesh. Any mesh loads any checkpoint; one that fits is read without exchange between ranks."""
+    from megascale_jax.checkpoint.cipher import KEY_FILE
     from megascale_jax.checkpoint.grid import StateGrid
     from megascale_jax.checkpoint.manifest import read_manifest
     from megascale_jax.checkpoint.reshard import reshard as cut
@@ -179,8 +181,10 @@ def reshard(
         )
     experiment = with_overrides(Experiment.model_validate_json(description["experiment"]), overrides)
     grid = StateGrid(parameter_specs(experiment.model), Layout.of(experiment.model, experiment.parallel), experiment.model.num_layers)
+    os.umask(0o077)
+    target = Storage(output, storage.key_file or os.environ.get(KEY_FILE))
     with show_progress("resharding") as progress:
-        manifest = cut(storage, chosen, Storage(output), grid, description | {"experiment": experiment.model_dump_json()}, progress)
+        manifest = cut(storage, chosen, target, grid, description | {"experiment": experiment.model_dump_json()}, progress)
     Console(soft_wrap=True).print(
         f"step {chosen} for {manifest.ranks} device(s) in {output / str(chosen)}: {size_text(manifest.num_bytes)}"
     )

@@ -9,7 +9,6 @@ from megascale_jax.checkpoint.retention import Retention
 from megascale_jax.checkpoint.slot import Slot, SlotIndex
 from megascale_jax.checkpoint.stage_one import SlotLayout
 from megascale_jax.checkpoint.stage_two import Target, publish, tidy, write_part
-from megascale_jax.checkpoint.storage import Storage
 from megascale_jax.config.schema import DataConfig
 from tests.build import experiment, plan_of, random_parameters
 
@@ -53,12 +52,12 @@ def filled_slot(plan, step=7, launch="launch", description=None):
     return slot, SlotIndex(step, launch, 0, grid.stored, layout.blocks, "mark", description or {"note": f"step {step}"})
 
 
-def published(folder, plan, step=7, launch="launch", compression="none", keep=2):
+def published(folder, plan, step=7, launch="launch", compression="none", keep=2, key_file=None):
     """A checkpoint of `random_state` in a folder, as a keeper of one rank makes it."""
     description = {"experiment": plan.experiment.model_dump_json(), "data": {"samples": 24 * step}, "commit": "0123456789abcdef"}
     slot, index = filled_slot(plan, step, launch, description)
-    storage = Storage(folder)
-    target = Target(str(folder), 1, compression, Retention(keep), publish_limit_s=10)
+    target = Target(str(folder), 1, compression, Retention(keep), publish_limit_s=10, key_file=key_file)
+    storage = target.storage()
     write_part(storage, target, slot, index)
     manifest = publish(storage, target, index)
     tidy(storage, target, manifest)

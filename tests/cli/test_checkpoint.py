@@ -1,12 +1,13 @@
 """`megascale checkpoint`: lists, verifies, compares, reshards and deletes, with exit codes that scripts can use."""
 
 import json
+import os
 
 import pytest
 import tensorstore as ts
 from typer.testing import CliRunner
 
-from megascale_jax.checkpoint.manifest import published_steps
+from megascale_jax.checkpoint.manifest import published_steps, read_manifest
 from megascale_jax.checkpoint.storage import Storage
 from megascale_jax.checkpoint.two_stage import load_arrays
 from megascale_jax.cli.main import app
@@ -102,3 +103,33 @@ def test_deletion_by_command_is_on_record(run):
     assert published_steps(run / "checkpoints") == [7]
     line = json.loads((run / "checkpoints/deletions.jsonl").read_text())
     assert (line["folder"], line["reason"], line["by"]) == ("3", "diverged here", "megascale checkpoint delete")
+
+
+def test_verify_of_a_damaged_manifest_is_a_verdict_that_can_be_marked(run):
+    (run / "checkpoints/7/manifest.json").write_text("{}")
+    assert megascale("verify", run, "--step", 7, "--mark").exit_code == 1
+    assert published_steps(run / "checkpoints") == [3]
+
+
+def test_only_good_checkpoint_is_not_deleted_when_the_newest_one_is_damaged(run):
+    (run / "checkpoints/7/manifest.json").write_text("{}")
+    error = megascale("delete", run, "--step", 3, "--reason", "x").exception
+    assert isinstance(error, UsageError) and "step 3 is the newest complete checkpoint" in str(error)
+
+
+def test_resharded_checkpoint_stays_encrypted(run, tmp_path, monkeypatch):
+    key = tmp_path / "key"
+    key.write_bytes(b"k" * 32)
+    key.chmod(0o600)
+    published(tmp_path / "sealed", plan(data=2), 7, key_file=str(key))
+    refused = megascale("reshard", tmp_path / "sealed", "parallel.data=1", "-o", tmp_path / "new")
+    assert isinstance(refused.exception, CheckpointError) and "is encrypted" in str(refused.exception)
+    monkeypatch.setenv("MEGASCALE_KEY_FILE", str(key))
+    old = os.umask(0o022)
+    try:
+        assert megascale("reshard", tmp_path / "sealed", "parallel.data=1", "-o", tmp_path / "new").exit_code == 0
+    finally:
+        os.umask(old)
+    assert read_manifest(Storage(tmp_path / "new"), 7).key_id
+    assert not [path for path in (tmp_path / "new").rglob("*") if path.stat().st_mode & 0o077]
+    check_state(plan(), load_arrays(Storage(tmp_path / "new"), 7, plan()))
