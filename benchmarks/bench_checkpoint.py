@@ -3,10 +3,10 @@
     python benchmarks/bench_checkpoint.py --json checkpoint.json
 
 **Saving** (one process, two virtual devices, a real step of a model whose state is about 1 GiB): how long a save holds the training
-up, over a plain copy of the same arrays into memory that is there already, taken just before each save; how much longer the ten steps after it take than the
-ten before; how long stage 2 takes. **Restoring** (four processes of one data-parallel group, a checkpoint that was saved whole): every rank
-reads what it needs, against one reader and broadcast, both from a storage that gives 100 MB/s in all; then from the memory of the host.
-**Data**: `bench_data.py` in the same run.
+up, over a plain copy of the same arrays into memory that is there already, taken just before each save; how much longer the ten
+steps after it take than the ten before; how long stage 2 takes. **Restoring** (four processes of one data-parallel group, a checkpoint
+that was saved whole): every rank reads what it needs, against one reader and broadcast, both from a storage that gives 100 MB/s
+in all; then from the memory of the host. **Data**: `bench_data.py` in the same run.
 
 Nothing is asserted about time. Times of CPU runs say nothing about GPUs: what carries over is which copies and which reads there are.
 """
