@@ -97,7 +97,13 @@ class RunFolder:
     def _check_newest(self, experiment: Experiment) -> None:
         """The same for the newest checkpoint; on remote storage there may be one although the folder is new."""
         storage = self.storage(experiment)
-        if (step := self.latest(experiment)) is not None:
+        step = self.latest(experiment)
+        if step is None and (foreign := newest_good(storage)) is not None:
+            raise RunFolderError(
+                f"{storage.url} holds step {foreign.step} of another run and nothing of this one; move it away, choose another "
+                "--run-folder, or start anew with --fresh"
+            )
+        if step is not None:
             stored = read_manifest(storage, step).description.get("experiment")
             if not isinstance(stored, str):
                 raise RunFolderError(f"checkpoint {storage.url}/{step} was not written by `megascale train`; remove it")

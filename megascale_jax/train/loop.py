@@ -100,6 +100,8 @@ class Trainer:
                 if resumed_from is not None:
                     self._say(f"resumed from step {resumed_from} of {self.folder.path}{_TIERS[self.tier]}")
                     self._event(resumed_from, EVENT_RESUME)
+                    if self.tier != "durable":  # it may never have reached storage
+                        self._save(resumed_from, state, batches)
                 step, state = self._loop(state, resumed_from or 0, batches, stop)
                 self.store.wait()
                 summary = None

@@ -151,8 +151,10 @@ def test_training_goes_on_when_the_disk_is_full(prepared, unbroken, tmp_path):
     assert losses(path) == unbroken[0]
     assert published_steps(path / "checkpoints") == [4]
     assert {entry.name for entry in (path / "checkpoints").iterdir()} == {"4", "deletions.jsonl"}
-    assert run(tiny(), prepared, path).summary.resumed_from == 4
+    resource.prlimit(trainer.store.keeper_pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert run(tiny(), prepared, path).summary.resumed_from == STEPS, "what did not reach the disk stayed in memory"
     assert losses(path) == unbroken[0]
+    assert published_steps(path / "checkpoints") == [4, STEPS]
 
 
 def test_folder_is_refused_with_the_difference_when_the_configuration_changed(prepared, tmp_path):
@@ -173,6 +175,9 @@ def test_checkpoint_of_another_model_is_refused_before_any_device_work(prepared,
     run(config, prepared, other)
     (ours / "checkpoints" / "1").rename(tmp_path / "aside")
     (other / "checkpoints" / "1").rename(ours / "checkpoints" / "1")
+    with pytest.raises(RunFolderError, match="holds step 1 of another run"):
+        RunFolder(ours).check(tiny(steps=1))
+    (ours / ".identity").write_text((other / ".identity").read_text())
     with pytest.raises(RunFolderError, match=r"model.mlp_size: 48 -> 40"):
         RunFolder(ours).check(tiny(steps=1))
 
