@@ -90,6 +90,11 @@ class HostMemory:
         for handed in sorted(self._handed.values(), key=lambda one: one["index"]["step"]):
             self._keeper.ask("filled", **handed)
 
+    def settle(self) -> None:
+        """Stage 2 is done: a keeper that takes over gets the states for memory only, since retention may have let them go."""
+        for handed in self._handed.values():
+            handed["target"] = None
+
     def load(self, state: MemoryState) -> SlotReader:
         """This rank's part of a state, from where it is. Raises CheckpointError when it cannot be had."""
         place = state.places[self._rank]

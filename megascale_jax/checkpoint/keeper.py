@@ -24,11 +24,11 @@ from filelock import FileLock
 
 from megascale_jax.checkpoint.channel import Channel, is_own, keeper_address
 from megascale_jax.checkpoint.holdings import Held, Job, Rank, Request
+from megascale_jax.checkpoint.manifest import Manifest
 from megascale_jax.checkpoint.peers import PeerServer, send_copy
-from megascale_jax.checkpoint.retention import apply
 from megascale_jax.checkpoint.slot import Slot, SlotIndex, checksums
 from megascale_jax.checkpoint.stage_two import Target, discard, is_published, publish, tidy, write_part
-from megascale_jax.checkpoint.upload import upload, waiting
+from megascale_jax.checkpoint.upload import upload_waiting
 
 IDLE_S = 600.0
 ANSWER_S = 60.0
@@ -49,7 +49,7 @@ class Keeper:
         self.stopping = False
         self._jobs: queue.Queue[Job] = queue.Queue()
         self._publications: queue.Queue[Job] = queue.Queue()
-        self._uploads: queue.Queue[Job] = queue.Queue()
+        self._uploads: queue.Queue[tuple[Job, Manifest]] = queue.Queue()
         self._working = self._connections = 0
         self._durable: dict[str, Any] | None = None
         self._launch = ""
@@ -236,7 +236,7 @@ class Keeper:
     def _carry(self) -> None:
         while True:
             job = self._jobs.get()
-            with self._reported(job, "not written"):
+            with self._ended(), self._reported(job, "not written"):
                 try:
                     self._carry_on(job)
                 finally:
@@ -256,7 +256,7 @@ class Keeper:
     def _publish(self) -> None:
         while True:
             job = self._publications.get()
-            with self._reported(job, "not published"):
+            with self._ended(), self._reported(job, "not published"):
                 self._publish_one(job)
 
     def _publish_one(self, job: Job) -> None:
@@ -274,44 +274,41 @@ class Keeper:
         with self._reported(job, "old ones not removed", is_loss=False):
             tidy(storage, target, manifest)
         if target.upload is not None:
-            with self.changed:
-                self._working += 1
-            self._uploads.put(job)
+            self._begin()
+            self._uploads.put((job, manifest))
 
     def _upload(self) -> None:
         while True:
-            job = self._uploads.get()
+            job, manifest = self._uploads.get()
             target = job.target
             assert target is not None and target.upload is not None, "only what goes to storage is uploaded"
-            try:
-                with self._reported(job, f"not uploaded to {target.upload}", is_loss=False):
-                    storage = target.storage()
-                    problem: OSError | None = None
-                    for step in waiting(storage):
-                        try:
-                            upload(storage, step, target.upload)
-                        except OSError as error:  # the next one may go through
-                            problem = error
-                    by = f"retention after the upload of step {job.index.step}"
-                    apply(storage, target.retention, by, launch=job.index.launch, run=target.run, bound=waiting(storage))
-                    if problem is not None:
-                        raise problem
-            finally:
-                with self.changed:
-                    self._working -= 1
-                    self.changed.notify_all()
+            with self._ended(), self._reported(job, f"not uploaded to {target.upload}", is_loss=False):
+                storage = target.storage()
+                try:
+                    upload_waiting(storage, target.upload)
+                finally:
+                    tidy(storage, target, manifest)
+
+    def _begin(self) -> None:
+        with self.changed:
+            self._working += 1
+
+    @contextlib.contextmanager
+    def _ended(self) -> Iterator[None]:
+        """Work that `_begin` counted ends with this."""
+        try:
+            yield
+        finally:
+            with self.changed:
+                self._working -= 1
+                self.changed.notify_all()
 
     @contextlib.contextmanager
     def _reported(self, job: Job, what: str, *, is_loss: bool = True) -> Iterator[None]:
-        """Failures inside become something that the rank is told; ``is_loss``: counted work, without which the state is not safe."""
+        """Failures inside become something that the rank is told; ``is_loss``: without this the state is not safe."""
         try:
             yield
         except Exception as error:
             traceback.print_exc()
             with self.changed:
                 self.ranks[job.rank].failures.append({"step": job.index.step, "what": what, "error": str(error), "is_loss": is_loss})
-        finally:
-            if is_loss:
-                with self.changed:
-                    self._working -= 1
-                    self.changed.notify_all()

@@ -15,6 +15,8 @@ import numpy as np
 
 from megascale_jax.checkpoint.arrays import BlockReader
 from megascale_jax.checkpoint.grid import COUNTERS, STACK, StateGrid
+from megascale_jax.checkpoint.manifest import read_manifest
+from megascale_jax.checkpoint.storage import Storage
 from megascale_jax.checkpoint.stored import Index, Region, StoredArray, needed_chunks, overlap
 from megascale_jax.errors import CheckpointError
 from megascale_jax.parallel.plan import Plan
@@ -118,6 +120,14 @@ def in_order(source: BlockSource, keys: Iterable[Key]) -> Iterator[tuple[str, In
     while waiting:
         ready = waiting.popleft()
         yield ready[0], ready[1], source.finish(*ready)
+
+
+def load_arrays(storage: Storage, step: int, plan: Plan, names: Iterable[str] | None = None) -> dict[str, jax.Array]:
+    """Arrays of one published checkpoint, all or the named ones, on a plan of one process. Raises CheckpointError, OSError."""
+    manifest, grid = read_manifest(storage, step), grid_of(plan)
+    shards = Shards(plan, grid, manifest.arrays, grid.stored if names is None else names)
+    read_plain(shards, BlockReader(storage, manifest))
+    return shards.arrays()
 
 
 def _refuse_other_model(have: Mapping[str, StoredArray], want: Mapping[str, StoredArray]) -> None:

@@ -14,7 +14,7 @@ same order; a rank whose keeper died starts a new one and hands its slots over a
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -94,7 +94,8 @@ class CheckpointStore:
             key_file=settings.key_file,
             upload=settings.upload,
         )
-        self._all_can(lambda: Cipher(settings.key_file) if settings.key_file is not None else None)
+        if settings.key_file is not None:
+            self._all_can(lambda: Cipher(settings.key_file or ""))
         threading.Thread(target=self._watch, daemon=True).start()
 
     def __enter__(self) -> Self:
@@ -127,7 +128,8 @@ class CheckpointStore:
     def wait(self) -> None:
         """Until every save is published or has failed. Never raises for memory, disk or keeper."""
         try:
-            self._heed(self._with_keeper(lambda: self._memory.finish(self._settings.limit_s)))
+            with self._turn:
+                self._heed(self._with_keeper(lambda: self._memory.finish(self._settings.limit_s)))
         except (OSError, CheckpointError) as error:
             self._failed(self._newest_step, str(error))
         self.durable()
@@ -289,17 +291,11 @@ class CheckpointStore:
         with self._news:
             self._failures += status["failures"]
             self._durable = status["durable"] or self._durable
+        if not status["working"]:
+            self._memory.settle()
 
     def _failed(self, step: int, problem: str) -> None:
         if step not in self._lost:
             self._lost.add(step)
             self.errors += 1
             self._say(f"checkpoint of step {step} was not saved: {problem}; training goes on, older checkpoints stay")
-
-
-def load_arrays(storage: Storage, step: int, plan: Plan, names: Iterable[str] | None = None) -> Named:
-    """Arrays of one published checkpoint, all or the named ones, on a plan of one process. Raises CheckpointError, OSError."""
-    manifest, grid = read_manifest(storage, step), grid_of(plan)
-    shards = Shards(plan, grid, manifest.arrays, grid.stored if names is None else names)
-    read_plain(shards, BlockReader(storage, manifest))
-    return shards.arrays()

@@ -60,6 +60,18 @@ def upload(storage: Storage, step: int, url: str) -> int:
     return total
 
 
+def upload_waiting(storage: Storage, url: str) -> None:
+    """Upload every step that waits for it; one that fails does not hold up the next. Raises the last OSError."""
+    problem: OSError | None = None
+    for step in waiting(storage):
+        try:
+            upload(storage, step, url)
+        except OSError as error:
+            problem = error
+    if problem is not None:
+        raise problem
+
+
 def _in_order(folder: Path) -> Iterator[Path]:
     """All files of a checkpoint, its manifest last."""
     yield from sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)

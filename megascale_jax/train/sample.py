@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from megascale_jax import axes
-from megascale_jax.checkpoint.two_stage import load_arrays
+from megascale_jax.checkpoint.restore import load_arrays
 from megascale_jax.config.schema import Experiment, ParallelConfig
 from megascale_jax.data.tokenizer import load_tokenizer
 from megascale_jax.errors import RunFolderError, UsageError

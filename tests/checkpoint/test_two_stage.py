@@ -151,6 +151,22 @@ def test_keeper_that_dies_is_replaced_and_its_work_is_finished(run):
     assert store.errors == 0, run.said
 
 
+def test_keeper_that_takes_over_holds_the_states_and_publishes_none_again(run):
+    """Retention has let the older one go: to publish it again would wait for parts that nobody writes."""
+    here = plan(data=2)
+    store = run.store(here, keep=1)
+    save(store, here, 1, 2)
+    killed = store.keeper_pid
+    os.kill(killed, signal.SIGKILL)
+    until(lambda: store.keeper_pid != killed)
+    store.wait()
+    assert (published_steps(run.folder), store.errors) == ([2], 0)
+    assert not (run.folder / "1").exists()
+    store.close()
+    restored = run.store(here).restore()
+    assert (restored.step, restored.tier) == (2, "local")
+
+
 def test_rotten_memory_is_passed_over(run):
     here = plan(data=2)
     store = run.store(here)

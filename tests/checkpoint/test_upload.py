@@ -9,7 +9,7 @@ from megascale_jax.checkpoint.manifest import published_steps
 from megascale_jax.checkpoint.retention import Retention, apply
 from megascale_jax.checkpoint.storage import Storage
 from megascale_jax.checkpoint.two_stage import CheckpointStore
-from megascale_jax.checkpoint.upload import upload, waiting
+from megascale_jax.checkpoint.upload import upload, upload_waiting, waiting
 from megascale_jax.config.schema import CheckpointConfig
 from tests.checkpoint.states import plan, published, random_state
 
@@ -69,3 +69,14 @@ def test_keeper_uploads_and_says_what_it_could_not(tmp_path, monkeypatch):
     store.close(is_over=True)
     assert published_steps(blocked / "deep") == [1, 2, 3]
     assert published_steps(tmp_path / "here") == [3]
+
+
+def test_one_that_cannot_be_uploaded_does_not_hold_up_the_next(tmp_path):
+    here, storage = plan(data=2), Storage(tmp_path / "here")
+    for step in (1, 2):
+        published(tmp_path / "here", here, step, keep=9)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/1").write_text("a file where a folder should be")
+    with pytest.raises(OSError, match="there/1"):
+        upload_waiting(storage, f"file://{tmp_path}/there")
+    assert waiting(storage) == [1] and published_steps(tmp_path / "there") == [2]

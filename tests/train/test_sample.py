@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from megascale_jax.checkpoint.two_stage import load_arrays
+from megascale_jax.checkpoint.restore import load_arrays
 from megascale_jax.errors import RunFolderError, UsageError
 from megascale_jax.train.folder import RunFolder
 from megascale_jax.train.loop import Trainer
