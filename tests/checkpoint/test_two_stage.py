@@ -161,7 +161,8 @@ def test_keeper_that_takes_over_holds_the_states_and_publishes_none_again(run):
     until(lambda: store.keeper_pid != killed)
     store.wait()
     assert (published_steps(run.folder), store.errors) == ([2], 0)
-    assert not (run.folder / "1").exists()
+    gone = [json.loads(line)["folder"] for line in (run.folder / "deletions.jsonl").read_text().splitlines()]
+    assert gone == ["1"], "let go once, and not published in between"
     store.close()
     restored = run.store(here).restore()
     assert (restored.step, restored.tier) == (2, "local")
