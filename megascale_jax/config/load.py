@@ -26,6 +26,7 @@ from yaml import YAMLError
 
 from megascale_jax.config import search
 from megascale_jax.config.checks import check
+from megascale_jax.config.cluster import ClusterConfig
 from megascale_jax.config.difference import Difference, differences
 from megascale_jax.config.explain import explain, unknown_keys
 from megascale_jax.config.schema import Experiment, ModelConfig, ParallelConfig, SystemConfig, TrainConfig
@@ -36,7 +37,10 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
     "parallel": ParallelConfig,
     "system": SystemConfig,
     "train": TrainConfig,
+    "cluster": ClusterConfig,
 }
+_OPTIONAL = frozenset({"cluster"})
+"""Sections that an experiment need not name: all their fields have defaults."""
 _OVERRIDE = "override"
 _DOTTED_KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 
@@ -108,7 +112,8 @@ def _compose(file: Path, trees: Sequence[Path], groups: Mapping[str, str]) -> Tr
         if section in groups:
             data[section] = _named(section, groups[section], trees, "command line", ())
         else:
-            data[section] = _section(section, content.get(section), trees, str(file))
+            default: Tree | None = {} if section in _OPTIONAL else None
+            data[section] = _section(section, content.get(section, default), trees, str(file))
     override: object = content.get(_OVERRIDE) or {}
     if not isinstance(override, dict):
         raise ConfigError(f"{file}: {_OVERRIDE}: got {override!r}, expected a mapping of {', '.join(SECTIONS)}")

@@ -1,4 +1,4 @@
-"""The typed configuration of an experiment: four sections, one file each, all frozen.
+"""The typed configuration of an experiment: its sections, one file each, all frozen; `cluster.py` has the driver's.
 
 A field's description is its documentation, and what error texts quote. An unknown
 key is an error (``load.py`` names the nearest known one). Rules that concern one field live here, rules that join
@@ -8,6 +8,8 @@ several sections in ``checks.py``. This module imports neither JAX nor NumPy.
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from megascale_jax.config.cluster import ClusterConfig
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -289,13 +291,14 @@ class TrainConfig(Section):
 
 
 class Experiment(Section):
-    """One resolved experiment: the four sections and its name."""
+    """One resolved experiment: its sections and its name."""
 
     name: str = Field(description="name of the experiment, and of its run folder")
     model: ModelConfig
     parallel: ParallelConfig
     system: SystemConfig
     train: TrainConfig
+    cluster: ClusterConfig = Field(default=ClusterConfig(), description="how `megascale drive` watches and heals the run")
 
     @property
     def num_micro_batches(self) -> int:

@@ -1,0 +1,105 @@
+"""What driver and executors say to each other; every message is checked against these types on arrival.
+
+An executor says `Hello` once a connection and a `Beat` each second. The driver says `Desired`: all of what that node should be
+doing, not a change, so a message that is lost, late or doubled does no harm.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from megascale_jax.cluster.reports import ProcessReport
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
+
+
+class Message(BaseModel):
+    """Base of all that goes over the control link."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Hello(Message):
+    """A node presents itself."""
+
+    kind: Literal["hello"] = "hello"
+    node: Name
+    incarnation: str = Field(description="of this executor process; a restarted one has another")
+    address: str = Field(description="where other nodes reach this one")
+    ports: tuple[int, ...] = Field(description="free ports there, for the coordinator of one attempt each")
+    software: dict[str, str] = Field(description="versions that should be the same on all nodes")
+    attempt: int = Field(default=0, description="attempt whose processes it has")
+
+
+class Beat(Message):
+    """Liveness and progress of a node."""
+
+    kind: Literal["beat"] = "beat"
+    attempt: int = Field(description="newest attempt this node was given; 0: none")
+    is_idle: bool = Field(description="no training process is left")
+    processes: tuple[ProcessReport, ...]
+    counters: dict[str, float] = Field(default={}, description="of GPU, network and host, as they stand")
+
+
+class Diagnosis(Message):
+    """Outcomes of the checks of one round."""
+
+    kind: Literal["diagnosis"] = "diagnosis"
+    round: int
+    outcomes: tuple[dict[str, JsonValue], ...]
+
+
+class Command(Message):
+    """What an operator asks for; see `link/operators.py` for who may."""
+
+    kind: Literal["command"] = "command"
+    action: Literal["status", "stop", "restart", "evict", "confirm", "cordon", "uncordon", "diagnose"]
+    node: Name | None = None
+    number: int | None = Field(default=None, description="of the eviction that is confirmed")
+
+
+FromNode = Annotated[Hello | Beat | Diagnosis | Command, Field(discriminator="kind")]
+"""Whatever arrives at the driver."""
+
+
+class Assignment(Message):
+    """One attempt's training process of a node."""
+
+    attempt: int
+    rank: int
+    num_ranks: int
+    coordinator: str = Field(description="host:port of rank 0's node")
+    overrides: tuple[str, ...] = Field(default=(), description="of this attempt beside the run's own, such as parallel.data=2")
+
+
+class DiagnosisOrder(Message):
+    """Checks that a node should run now."""
+
+    round: int
+    checks: tuple[str, ...]
+    limit_s: float
+    pair: tuple[str, int, int] | None = Field(default=None, description="coordinator, rank and ranks of a test with a neighbour")
+
+
+class Desired(Message):
+    """All of what a node should be doing."""
+
+    kind: Literal["desired"] = "desired"
+    beat_s: float
+    assignment: Assignment | None = None
+    stop_grace_s: float = Field(default=0.0, description="time between SIGTERM and SIGKILL for processes that are not wanted")
+    diagnosis: DiagnosisOrder | None = None
+    leave: bool = Field(default=False, description="the run is over for this node")
+
+
+class Answer(Message):
+    """What an operator's command did."""
+
+    kind: Literal["answer"] = "answer"
+    is_done: bool
+    text: str
+    status: dict[str, JsonValue] = {}
+
+
+ToNode = Annotated[Desired | Answer, Field(discriminator="kind")]
+"""Whatever the driver sends."""

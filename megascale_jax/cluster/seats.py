@@ -1,0 +1,62 @@
+"""Which node gets which rank: survivors keep theirs, so that what their hosts hold in memory fits them; spares fill the holes."""
+
+from megascale_jax.cluster.lifecycle import NodeStatus
+from megascale_jax.cluster.state import Node, Shape, State
+from megascale_jax.config.cluster import ClusterConfig
+
+
+def fill(state: State, at_s: float, config: ClusterConfig) -> tuple[tuple[str | None, ...], bool]:
+    """Seats of the next attempt, and whether a lost node's return is waited for.
+
+    A lost node keeps its seat for ``grace_s``, in which it beats a spare: it has the state in memory. The full size is tried
+    first, whatever the last one was.
+    """
+    number = state.shapes[0].num_nodes if _usable(state) >= state.shapes[0].num_nodes else len(state.seats)
+    seats = [*state.seats, *[None] * number][: max(number, len(state.seats))][:number]
+    waits = False
+    for rank, name in enumerate(seats):
+        if name is None:
+            continue
+        node = state.nodes[name]
+        if node.status == NodeStatus.LOST and node.lost_at_s is not None and at_s < node.lost_at_s + config.grace_s:
+            waits = True
+        elif node.status != NodeStatus.ASSIGNED:
+            seats[rank] = None
+    spares = sorted(
+        (name for name, node in state.nodes.items() if name not in seats and node.status in (NodeStatus.READY, NodeStatus.ASSIGNED)),
+        key=lambda name: (len(state.nodes[name].faults_s), _natural(name)),
+    )
+    for rank, name in enumerate(seats):
+        if name is None and spares:
+            seats[rank] = spares.pop(0)
+    return tuple(seats), waits
+
+
+def shapes_of(
+    num_nodes: int, data: int, mesh_size: int, rows: int, micro_batch_size: int, stages: int, *, shrink: bool
+) -> tuple[Shape, ...]:
+    """The full size and, with ``shrink``, smaller data-parallel sizes that keep the global batch, largest first.
+
+    ``mesh_size`` devices lie on ``num_nodes`` nodes, ``data`` of them along the data axis; ``rows`` of a step divide by
+    ``data * micro_batch_size``, and the micro-batches of a rank by ``stages`` (the schedule's rule).
+    """
+    shapes = [Shape(num_nodes=num_nodes)]
+    per_node, replica = mesh_size // num_nodes, mesh_size // data
+    for smaller in range(data - 1, 0, -1) if shrink else ():
+        devices, (micro_batches, rest) = smaller * replica, divmod(rows, smaller * micro_batch_size)
+        if rest == 0 and micro_batches % stages == 0 and devices % per_node == 0 and devices // per_node < shapes[-1].num_nodes:
+            shapes.append(Shape(num_nodes=devices // per_node, overrides=(f"parallel.data={smaller}",)))
+    return tuple(shapes)
+
+
+def _usable(state: State) -> int:
+    return sum(_is_usable(node) for node in state.nodes.values())
+
+
+def _is_usable(node: Node) -> bool:
+    return node.status in (NodeStatus.READY, NodeStatus.ASSIGNED)
+
+
+def _natural(name: str) -> tuple[str, int]:
+    stem, _, number = name.rpartition("-")
+    return (stem, int(number)) if number.isdecimal() else (name, 0)

@@ -1,0 +1,189 @@
+"""A job as the driver knows it, and the events that change it. Both are values and JSON; the journal holds the events.
+
+Times are seconds on the journal's axis: the driver's monotonic clock, which goes on where it was when the driver is started again.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from megascale_jax.cluster.lifecycle import NodeStatus, Phase
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Suspicion(_Value):
+    """One thing that is wrong: which rule found it, and where."""
+
+    rule: str
+    node: str | None = None
+    rank: int | None = None
+    detail: str = ""
+    is_primary: bool = True
+    """False: a consequence of something else, such as a lost connection to a peer that died."""
+
+
+class Node(_Value):
+    """One node as the job sees it."""
+
+    status: NodeStatus
+    incarnation: str
+    address: str
+    ports: tuple[int, ...] = ()
+    lost_at_s: float | None = None
+    faults_s: tuple[float, ...] = ()
+    """When it was named as the cause of something that no check explains, or was lost."""
+    reason: str = ""
+    """Of an eviction or a loss."""
+
+
+class Incident(_Value):
+    """One interruption of the training and how it was overcome; times in seconds on the journal's axis."""
+
+    number: int
+    suspicions: tuple[Suspicion, ...]
+    named: tuple[str, ...]
+    step: int
+    """Newest step that was done when it began."""
+    began_s: float
+    suspended_s: float | None = None
+    diagnosed_s: float | None = None
+    replaced_s: float | None = None
+    restored_s: float | None = None
+    resumed_step: int | None = None
+    """Step from which the training went on."""
+    evicted: tuple[str, ...] = ()
+    findings: dict[str, str] = {}
+    is_planned: bool = False
+    """An operator's, or the job growing back: processes save before they end."""
+
+
+class Shape(_Value):
+    """One size that the job can have."""
+
+    num_nodes: int
+    overrides: tuple[str, ...] = ()
+
+
+class State(_Value):
+    """A job."""
+
+    phase: Phase = Phase.REPLACING
+    since_s: float = 0.0
+    attempt: int = 0
+    shapes: tuple[Shape, ...]
+    """Full size first."""
+    shape: int = 0
+    """Index of the present one."""
+    seats: tuple[str | None, ...]
+    """Node of each rank."""
+    nodes: dict[str, Node] = {}
+    idle: frozenset[str] = frozenset()
+    """Nodes that confirmed that nothing of the present attempt is left."""
+    best_step: int = 0
+    saved_step: int = 0
+    fruitless: int = 0
+    """Recoveries in a row without a step beyond the best."""
+    last_best_step: int = -1
+    evictions_s: tuple[float, ...] = ()
+    """Automatic ones."""
+    incidents: tuple[Incident, ...] = ()
+    alarms: tuple[str, ...] = ()
+    """What a person should look at."""
+    outcome: str = ""
+
+    @property
+    def incident(self) -> Incident | None:
+        """The one that is being dealt with."""
+        return self.incidents[-1] if self.incidents and self.incidents[-1].restored_s is None else None
+
+
+class _Event(_Value):
+    at_s: float
+
+
+class Joined(_Event):
+    """An executor came, or came back."""
+
+    kind: Literal["joined"] = "joined"
+    node: str
+    incarnation: str
+    address: str
+    ports: tuple[int, ...]
+
+
+class Lost(_Event):
+    """Nothing was heard of a node for too long, or its executor is known to be dead."""
+
+    kind: Literal["lost"] = "lost"
+    node: str
+    incarnation: str
+    reason: str
+    step: int = 0
+
+
+class Anomaly(_Event):
+    """Rules that may act found something; all of what was found together."""
+
+    kind: Literal["anomaly"] = "anomaly"
+    attempt: int
+    step: int
+    suspicions: tuple[Suspicion, ...]
+
+
+class Idle(_Event):
+    """A node confirmed that no process of an attempt is left."""
+
+    kind: Literal["idle"] = "idle"
+    node: str
+    attempt: int
+
+
+class Diagnosed(_Event):
+    """All outcomes of the diagnosis are in, or its time was up."""
+
+    kind: Literal["diagnosed"] = "diagnosed"
+    attempt: int
+    bad: dict[str, str]
+    findings: dict[str, str] = {}
+
+
+class Advanced(_Event):
+    """The first step of an attempt, and from time to time a later one."""
+
+    kind: Literal["advanced"] = "advanced"
+    attempt: int
+    step: int
+    saved_step: int
+
+
+class Ended(_Event):
+    """Every process of an attempt ended well. ``is_complete``: the run has all its steps."""
+
+    kind: Literal["ended"] = "ended"
+    attempt: int
+    step: int
+    is_complete: bool
+
+
+class Elapsed(_Event):
+    """A limit of the present phase passed."""
+
+    kind: Literal["elapsed"] = "elapsed"
+    phase: Phase
+    since_s: float
+
+
+class Ordered(_Event):
+    """An operator's command, after all checks of who may give it."""
+
+    kind: Literal["ordered"] = "ordered"
+    action: Literal["stop", "restart", "evict", "cordon", "uncordon"]
+    node: str | None = None
+    by: str
+    step: int = 0
+
+
+Event = Annotated[Joined | Lost | Anomaly | Idle | Diagnosed | Advanced | Ended | Elapsed | Ordered, Field(discriminator="kind")]

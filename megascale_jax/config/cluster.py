@@ -1,0 +1,71 @@
+"""How a driven run is watched and healed: periods, limits, rules, budgets (paper section 4.1). Read by `megascale drive` alone.
+
+All times are seconds of the driver's or of one node's own monotonic clock; a wall clock that is wrong changes nothing.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Seconds = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+AtLeastOne = Annotated[int, Field(ge=1)]
+Mode = Literal["off", "observe", "act"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class FloorsConfig(_Section):
+    """Least limit of each section of a training process, seconds; what a run has shown to be longer is learned on top."""
+
+    start: Seconds = Field(default=300.0, description="imports and data")
+    join: Seconds = Field(default=300.0, description="meeting the other processes")
+    data: Seconds = Field(default=120.0, description="waiting for rows")
+    restore: Seconds = Field(default=600.0, description="reading a state")
+    compile: Seconds = Field(default=1800.0, description="the first step of a process, and the first evaluation")
+    step: Seconds = Field(default=10.0, description="one step")
+    evaluate: Seconds = Field(default=60.0, description="held-out loss")
+    checkpoint: Seconds = Field(default=120.0, description="stage 1 of a save")
+    end: Seconds = Field(default=300.0, description="the last save and summary")
+
+
+class RulesConfig(_Section):
+    """What is looked for, and whether finding it only says so (``observe``) or suspends the run (``act``)."""
+
+    missed_beats: Mode = Field(default="act", description="no beat of a node for lost_after_s")
+    exit: Mode = Field(default="act", description="a training process ended with an error")
+    no_progress: Mode = Field(default="act", description="longer in a section than its limit")
+    keyword: Mode = Field(default="observe", description="a word in a log that names a fault, such as Xid or an uncorrectable error")
+    non_finite: Mode = Field(default="act", description="non_finite_steps steps in a row were skipped")
+    step_drift: Mode = Field(default="observe", description="steps take step_drift_ratio times as long as they did")
+    traffic: Mode = Field(default="observe", description="a node's network traffic falls below traffic_ratio of what it was")
+    software: Mode = Field(default="observe", description="a node runs other versions than most")
+    non_finite_steps: AtLeastOne = Field(default=8, description="skipped steps in a row that are an anomaly")
+    step_drift_ratio: Annotated[float, Field(gt=1)] = Field(default=1.5, description="over the fastest the run has shown for a while")
+    traffic_ratio: Annotated[float, Field(gt=0, lt=1)] = Field(default=0.5, description="of the median of the last minutes")
+
+
+class ClusterConfig(_Section):
+    """The driver's settings."""
+
+    beat_s: Seconds = Field(default=1.0, description="time between two beats of an executor")
+    lost_after_s: Seconds = Field(default=15.0, description="a node is lost after so long without a beat")
+    settle_s: Seconds = Field(
+        default=0.5, description="wait for further anomalies after the first, to tell the cause from its consequences"
+    )
+    stop_s: Seconds = Field(default=20.0, description="longest that a node may take to confirm that its processes are gone")
+    save_s: Seconds = Field(default=300.0, description="longest that the processes may take to save when an operator stops the run")
+    diagnose_s: Seconds = Field(default=120.0, description="longest that a diagnosis may take")
+    grace_s: Seconds = Field(default=10.0, description="a lost node that returns within this keeps its place; then a spare takes it")
+    wait_s: Seconds = Field(default=600.0, description="longest wait for enough nodes before the run shrinks or ends")
+    shrink: bool = Field(default=False, description="go on with a smaller data-parallel size when no node is left, and grow back later")
+    strikes: AtLeastOne = Field(default=3, description="unexplained faults of one node within strike_window_s that evict it")
+    strike_window_s: Seconds = Field(default=3600.0, description="faults of a node older than this are forgotten")
+    max_evictions: Count = Field(default=2, description="nodes that may be evicted within strike_window_s without an operator")
+    fruitless_recoveries: AtLeastOne = Field(default=5, description="recoveries without a new step after which the run ends")
+    limit_factor: Annotated[float, Field(gt=1)] = Field(default=5.0, description="a section's limit is this times the longest pass seen")
+    two_persons: bool = Field(default=True, description="an eviction by hand needs a second admin's confirmation")
+    floors: FloorsConfig = Field(default=FloorsConfig(), description="least limits of sections")
+    rules: RulesConfig = Field(default=RulesConfig(), description="anomalies")
