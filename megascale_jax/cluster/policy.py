@@ -34,6 +34,8 @@ EXECUTOR_RESTARTED = "executor_restarted"
 GROW = "grow"
 OPERATOR = "operator"
 EXIT = "exit"
+EXIT_NO_PROGRESS, EXIT_NO_NODES = 20, 21
+"""Exit codes of a driver whose job failed; a supervisor should not start it again by itself."""
 _OF_THE_NODE = frozenset({MISSED_BEATS, EXECUTOR_RESTARTED})
 """Rules that leave no doubt about which node it was."""
 
@@ -279,7 +281,8 @@ def _onward(state: State, at_s: float, config: ClusterConfig) -> State:
     """Moves that need no further event."""
     if state.phase == Phase.SUSPENDED:
         if state.fruitless >= config.fruitless_recoveries:
-            return _to(state, Phase.FAILED, at_s, outcome=f"no step beyond {state.best_step} after {state.fruitless} recoveries")
+            outcome = f"no step beyond {state.best_step} after {state.fruitless} recoveries"
+            return _to(state, Phase.FAILED, at_s, outcome=outcome, exit_code=EXIT_NO_PROGRESS)
         if not _busy(state):
             state = _with_incident(state, suspended_s=at_s)
             state = _to(state, Phase.REPLACING if _is_planned(state) else Phase.DIAGNOSING, at_s)
@@ -309,7 +312,8 @@ def _seated(state: State, at_s: float, config: ClusterConfig) -> State:
         smaller = [index for index, shape in enumerate(state.shapes) if shape.num_nodes <= len(usable)]
         if not (config.shrink and smaller):
             need = state.shapes[0].num_nodes if not config.shrink else state.shapes[-1].num_nodes
-            return _to(state, Phase.FAILED, at_s, outcome=f"{len(usable)} nodes are left after {config.wait_s:.0f} s, {need} are needed")
+            outcome = f"{len(usable)} nodes are left after {config.wait_s:.0f} s, {need} are needed"
+            return _to(state, Phase.FAILED, at_s, outcome=outcome, exit_code=EXIT_NO_NODES)
         kept = [name for name in seats if name in usable]
         taken = [*kept, *(name for name in sorted(usable) if name not in kept)][: state.shapes[smaller[0]].num_nodes]
         nodes = {
@@ -362,9 +366,9 @@ def _reached(state: State, step: int) -> State:
     return state if step <= state.best_step else state.model_copy(update={"best_step": step})
 
 
-def _to(state: State, phase: Phase, at_s: float, outcome: str = "") -> State:
+def _to(state: State, phase: Phase, at_s: float, outcome: str = "", exit_code: int = 0) -> State:
     check_phase(state.phase, phase)
-    return state.model_copy(update={"phase": phase, "since_s": at_s, "outcome": outcome})
+    return state.model_copy(update={"phase": phase, "since_s": at_s, "outcome": outcome, "exit_code": exit_code})
 
 
 def _moved(state: State, name: str, status: NodeStatus, **update: object) -> State:

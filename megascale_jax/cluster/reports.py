@@ -1,32 +1,50 @@
-"""What an executor says about one training process."""
+"""What an executor says of a training process of its node, in each beat anew, so that a lost one changes nothing."""
 
-from typing import Literal
+import math
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FiniteFloat
+
+LOG_LINES, LOG_LINE_CHARACTERS = 20, 300
+
+State = Literal["running", "stopped", "zombie", "exited"]
+"""``stopped``: by SIGSTOP or a debugger. ``zombie``: its main thread has ended and others have not, as when one hangs in a driver."""
+
+
+def _finite(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class ProcessReport(BaseModel):
-    """One training process as its node sees it."""
+    """One rank of one attempt, now.
+
+    ``step``: completed steps, ``None`` before the process has said anything; ``section`` is ``start`` until then. Both, and ``passes``,
+    ``longest_s``, ``saved_step``, ``durable_step`` and ``step_s``, are those of `observe/marks.py`. ``in_section_s`` is measured by this
+    host's monotonic clock and stands still once the process has ended. ``loss``: ``None`` also when it is not finite.
+    ``exit_code``: of a process that ended by itself; ``signal``: number of the one that ended it.
+    ``log``: the newest lines since the report before. ``keywords``: names of `cluster/keywords.py` that its log had in this
+    attempt, in order of appearance; ``is_secondary``: all of them are consequences of another process's end (``None``: there are none).
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     rank: int
     pid: int
-    state: Literal["running", "stopped", "zombie", "exited"]
-    exit_code: int | None = None
-    signal: int | None = None
-    step: int = 0
-    section: str = "start"
-    in_section_s: float = 0.0
-    longest_s: dict[str, float] = {}
-    passes: dict[str, int] = {}
-    loss: float | None = None
-    non_finite_in_a_row: int = 0
-    saved_step: int | None = None
-    durable_step: int | None = None
-    step_s: float | None = None
-    cpu_s: float = 0.0
-    rss_bytes: int = 0
-    log: tuple[str, ...] = ()
-    keywords: tuple[str, ...] = ()
-    is_secondary: bool | None = None
+    state: State
+    exit_code: int | None
+    signal: int | None
+    step: int | None
+    section: str
+    in_section_s: FiniteFloat
+    longest_s: dict[str, FiniteFloat]
+    passes: dict[str, int]
+    loss: Annotated[FiniteFloat | None, BeforeValidator(_finite)]
+    non_finite_in_a_row: int
+    saved_step: int | None
+    durable_step: int | None
+    step_s: FiniteFloat | None
+    cpu_s: FiniteFloat
+    rss_bytes: int
+    log: tuple[str, ...]
+    keywords: tuple[str, ...]
+    is_secondary: bool | None

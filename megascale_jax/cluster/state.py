@@ -93,6 +93,8 @@ class State(_Value):
     alarms: tuple[str, ...] = ()
     """What a person should look at."""
     outcome: str = ""
+    exit_code: int = 0
+    """Of the driver's process, for a job that failed."""
 
     @property
     def incident(self) -> Incident | None:

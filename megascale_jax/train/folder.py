@@ -1,6 +1,6 @@
 """The folder of a run: what is in it, and whether a configuration may go on in it.
 
-    config.yaml  metrics.jsonl  tensorboard/  checkpoints/STEP/  summary.json  loss.png
+    config.yaml  metrics.jsonl  tensorboard/  checkpoints/STEP/  summary.json  loss.png  cluster/
 
 A folder belongs to one configuration. The same one resumes from the newest complete checkpoint; fields that decide no
 number (`config.checks.RESUMABLE`) may change; anything else is refused with the difference, before any device work.
@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 from megascale_jax.checkpoint.manifest import newest_good, read_manifest
 from megascale_jax.checkpoint.storage import Storage
 from megascale_jax.config.checks import difference_blocks_resume
+from megascale_jax.config.cluster import JOB_FOLDER
 from megascale_jax.config.load import differences, dump_yaml, read_resolved
 from megascale_jax.config.schema import Experiment
 from megascale_jax.data.tokenizer import TOKENIZER_FILE
@@ -34,7 +35,7 @@ LOCK_FILE = ".lock"
 IDENTITY_FILE = ".identity"
 _OWN_NAMES = {
     *(CONFIG_FILE, CHECKPOINTS, LOCK_FILE, IDENTITY_FILE, SUMMARY_FILE),
-    *(METRICS_FILE, TENSORBOARD_FOLDER, TOKENIZER_FILE, "loss.png"),
+    *(METRICS_FILE, TENSORBOARD_FOLDER, TOKENIZER_FILE, JOB_FOLDER, "loss.png"),
 }
 
 
@@ -83,7 +84,7 @@ class RunFolder:
         existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise RunFolderError(f"{self.path} cannot be made: {existing} is no writable folder; choose another with --run-folder")
-        if existing != self.path or not any(self.path.iterdir()):
+        if existing != self.path or all(entry.name == JOB_FOLDER for entry in self.path.iterdir()):
             return self._check_newest(experiment)
         if not (self.path / CONFIG_FILE).is_file():
             raise RunFolderError(f"{self.path} exists and is not a run folder (no {CONFIG_FILE}); choose another with --run-folder")

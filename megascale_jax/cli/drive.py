@@ -1,0 +1,125 @@
+"""`megascale drive` and `megascale execute`: a run that does not stop, from the driver's and from a node's side."""
+
+import asyncio
+import sys
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from megascale_jax.cluster.lifecycle import ENDS, Phase
+from megascale_jax.config.load import load_experiment
+from megascale_jax.errors import ConfigError
+
+CLUSTER = "cluster"
+
+
+class BackendName(StrEnum):
+    """What runs the nodes."""
+
+    LOCAL = "local"
+
+
+def drive(
+    experiment: Annotated[str, typer.Argument(help="name of an experiment (`megascale config list`) or a YAML file", show_default=False)],
+    overrides: Annotated[list[str] | None, typer.Argument(help="changes, such as cluster.grace_s=30", show_default=False)] = None,
+    backend: Annotated[BackendName, typer.Option(help="local: nodes are processes of this machine")] = BackendName.LOCAL,
+    nodes: Annotated[int, typer.Option(min=1, help="nodes that train")] = 1,
+    spares: Annotated[int, typer.Option(min=0, help="further nodes that stand by")] = 0,
+    run_folder: Annotated[Path | None, typer.Option(help="where the run lives; default runs/EXPERIMENT", show_default=False)] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="remove an earlier run in that folder and start from step 0")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port of the control link; 0: any")] = 0,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="also write the job's end and its incidents to this file", show_default=False)
+    ] = None,
+) -> None:
+    """Train an experiment on several nodes and keep it running: watch, diagnose, replace, restore.
+
+    One executor a node starts, watches and stops its training process. Ctrl-C saves and stops. A driver that was killed is
+    started again with the same command: it reads its journal and takes over the executors that run on.
+
+    Exit code 0: all steps done, or stopped by an operator; 20: no progress after several recoveries; 21: too few nodes are left;
+    2: the request cannot be carried out.
+    """
+    from megascale_jax.cluster.anomaly import Watcher
+    from megascale_jax.cluster.backends.local import LocalBackend, local_command
+    from megascale_jax.cluster.driver import Driver, status_of
+    from megascale_jax.cluster.driver_process import drive as drive_job
+    from megascale_jax.cluster.job import NODES_FOLDER, job_folder, open_journal, port_of, secure
+    from megascale_jax.cluster.journal import JournalClock
+    from megascale_jax.cluster.limits import LearnedLimits
+    from megascale_jax.cluster.link.operators import Operators
+    from megascale_jax.cluster.link.security import Security
+    from megascale_jax.cluster.seats import shapes_of
+    from megascale_jax.config.layout import MeshShape
+    from megascale_jax.observe.report import check_json_path, write_json
+    from megascale_jax.train.folder import RunFolder
+
+    check_json_path(json)
+    resolved = load_experiment(experiment, overrides or [])
+    parallel, config = resolved.parallel, resolved.cluster
+    mesh = MeshShape.of(parallel).size
+    if mesh % nodes:
+        raise ConfigError(f"a mesh of {mesh} devices does not divide over {nodes} nodes; give a divisor with --nodes, or another mesh")
+    folder = RunFolder((run_folder or Path("runs") / resolved.name).absolute())
+    console = Console()
+    if fresh:
+        folder.clear(resolved)
+    folder.check(resolved)
+    if folder.finished(resolved):
+        console.print(f"{folder.path} has all its steps; extend it with train.steps=N, or start anew with --fresh")
+        return
+    place = job_folder(folder.path)
+    names = tuple(f"node-{number}" for number in range(nodes + spares))
+    shapes = shapes_of(
+        nodes,
+        parallel.data,
+        mesh,
+        resolved.train.global_batch_size,
+        parallel.micro_batch_size,
+        parallel.pipe,
+        shrink=config.shrink,
+    )
+    command = [sys.executable, "-m", "megascale_jax.cli.main", "train", experiment, *(overrides or []), "--run-folder", str(folder.path)]
+
+    def say(text: str) -> None:
+        console.print(Text(f"{time.strftime('%H:%M:%S')} {text}"), soft_wrap=True)
+
+    with open_journal(place, shapes, config) as journal:
+        security = secure(place, names)
+        listen = ("127.0.0.1", port_of(journal, port))
+        last_s = max((event.at_s for event in journal.events()), default=0.0)
+        watcher = Watcher(config, LearnedLimits.of(config, journal.fact("limits")))
+        driver = asyncio.run(
+            drive_job(
+                place,
+                Security.load(security, role="driver"),
+                listen,
+                lambda send: Driver(
+                    journal,
+                    config,
+                    shapes,
+                    names,
+                    resolved.train.steps,
+                    LocalBackend(place / NODES_FOLDER, local_command(listen, security, command)),
+                    watcher,
+                    JournalClock(last_s),
+                    send,
+                    say,
+                ),
+                Operators(two_persons=config.two_persons),
+                say,
+            )
+        )
+        state = driver.state
+        if json is not None:
+            write_json(json, status_of(driver))
+    if state.phase not in ENDS:
+        say(f"the executors go on without a driver; the same command takes them over again ({len(names)} nodes)")
+    elif state.phase == Phase.FAILED:
+        Console(stderr=True, soft_wrap=True).print(Text.assemble(("failed: ", "bold red"), state.outcome))
+        raise typer.Exit(state.exit_code)

@@ -1,0 +1,175 @@
+"""What looks wrong, from the newest beats of all nodes: rules without effects (paper section 4.1).
+
+Two signals are independent: a node is *alive* when it beats, its training *advances* when its process leaves its section in time.
+Times are judged on the driver's clock, sections on the node's own monotonic one, so no clock has to be right.
+
+Who holds the others up: in a collective all ranks wait for the last. So only the ranks that are furthest behind (fewest steps, then the
+earlier section) are held to their limit; the others wait for them, however long.
+"""
+
+import signal
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+from megascale_jax.cluster.limits import SECTION_ORDER, LearnedLimits
+from megascale_jax.cluster.messages import Beat
+from megascale_jax.cluster.reports import ProcessReport
+from megascale_jax.cluster.state import Suspicion
+from megascale_jax.config.cluster import ClusterConfig, Mode
+
+_STEADY_STEPS = 20
+"""Steps of a process before its step time is compared."""
+_DRIFTS = 10
+"""Looks in a row that must show a drift."""
+_TRAFFIC_LOOKS = 60
+
+
+@dataclass(frozen=True)
+class NodeView:
+    """A node as it is known now: its newest beat, and how long ago that came on the driver's clock, seconds."""
+
+    name: str
+    beat: Beat | None
+    age_s: float
+
+
+@dataclass(frozen=True)
+class Findings:
+    """``acting`` suspends the run, ``observed`` is only said."""
+
+    acting: tuple[Suspicion, ...] = ()
+    observed: tuple[Suspicion, ...] = ()
+
+
+@dataclass
+class Watcher:
+    """The rules and what they remember of one attempt."""
+
+    config: ClusterConfig
+    limits: LearnedLimits
+    attempt: int = 0
+    _fastest_s: float | None = None
+    _drifts: int = 0
+    _traffic: dict[str, deque[float]] = field(default_factory=dict)
+    _totals: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def examine(self, now_s: float, attempt: int, views: Iterable[NodeView]) -> Findings:
+        """What the rules find among the nodes that have a seat."""
+        views = tuple(views)
+        if attempt != self.attempt:
+            self.attempt, self._fastest_s, self._drifts = attempt, None, 0
+            self._traffic.clear()
+        placed = [(view, process) for view in views if view.beat and view.beat.attempt == attempt for process in view.beat.processes]
+        for _, process in placed:
+            self.limits.learn(process.longest_s, process.passes)
+        rules: Mapping[str, tuple[Mode, list[Suspicion]]] = {
+            "exit": (self.config.rules.exit, list(_exits(placed))),
+            "no_progress": (self.config.rules.no_progress, list(self._stuck(placed))),
+            "non_finite": (self.config.rules.non_finite, list(self._non_finite(placed))),
+            "keyword": (self.config.rules.keyword, list(_keywords(placed))),
+            "step_drift": (self.config.rules.step_drift, list(self._drift(placed))),
+            "traffic": (self.config.rules.traffic, list(self._quiet_networks(now_s, views))),
+        }
+        acting = tuple(one for mode, found in rules.values() if mode == "act" for one in found)
+        observed = tuple(one for mode, found in rules.values() if mode == "observe" for one in found)
+        return Findings(acting, observed)
+
+    def _stuck(self, placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion]:
+        running = [(view, process) for view, process in placed if process.state in ("running", "stopped")]
+        if not running:
+            return
+        behind = min(_position(process) for _, process in running)
+        last = [(view, process) for view, process in running if _position(process) == behind]
+        late = [
+            (view, process, in_section_s, limit_s)
+            for view, process in last
+            if (in_section_s := process.in_section_s + view.age_s) > (limit_s := self.limits.limit_s(process.section))
+        ]
+        if not late:
+            return
+        halted = [(view, process) for view, process in running if process.state == "stopped"]
+        culprits = halted or (last if len(last) < len(running) else [])
+        view, process, in_section_s, limit_s = late[0]
+        detail = f"{in_section_s:.1f} s in {process.section} of step {process.step + 1}, limit {limit_s:.1f} s"
+        for culprit, its in culprits:
+            why = "is stopped by a signal" if its.state == "stopped" else "is behind the others"
+            yield Suspicion(rule="no_progress", node=culprit.name, rank=its.rank, detail=f"{why}: {detail}")
+        if not culprits:
+            yield Suspicion(rule="no_progress", detail=f"all ranks wait: {detail}")
+
+    def _non_finite(self, placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion]:
+        worst = max((process.non_finite_in_a_row for _, process in placed), default=0)
+        if worst >= self.config.rules.non_finite_steps:
+            yield Suspicion(rule="non_finite", detail=f"{worst} steps in a row were skipped")
+
+    def _drift(self, placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion]:
+        times = [process.step_s for _, process in placed if process.step_s and process.passes.get("step", 0) >= _STEADY_STEPS]
+        if not times or len(times) < len(placed):
+            return
+        now = median(times)
+        self._fastest_s = now if self._fastest_s is None else min(self._fastest_s, now)
+        self._drifts = self._drifts + 1 if now > self.config.rules.step_drift_ratio * self._fastest_s else 0
+        if self._drifts >= _DRIFTS:
+            yield Suspicion(rule="step_drift", detail=f"a step takes {now:.3f} s, it took {self._fastest_s:.3f} s")
+
+    def _quiet_networks(self, now_s: float, views: Iterable[NodeView]) -> Iterable[Suspicion]:
+        """Nodes whose traffic falls while that of others goes on."""
+        fallen, steady = [], 0
+        for view in views:
+            if view.beat is None:
+                continue
+            total = sum(value for name, value in view.beat.counters.items() if name.endswith(("_rx_bytes", "_tx_bytes")))
+            before, self._totals[view.name] = self._totals.get(view.name), (now_s - view.age_s, total)
+            if before is None or now_s - view.age_s <= before[0] or total < before[1]:
+                continue
+            rates = self._traffic.setdefault(view.name, deque(maxlen=_TRAFFIC_LOOKS))
+            rate = (total - before[1]) / (now_s - view.age_s - before[0])
+            usual = median(rates) if len(rates) == _TRAFFIC_LOOKS else None
+            rates.append(rate)
+            if usual and rate < self.config.rules.traffic_ratio * usual:
+                fallen.append((view.name, rate, usual))
+            elif usual:
+                steady += 1
+        for name, rate, usual in fallen if steady else ():
+            yield Suspicion(rule="traffic", node=name, detail=f"{rate / 1e6:.1f} MB/s, usual are {usual / 1e6:.1f} MB/s")
+
+
+def odd_software(software: Mapping[str, Mapping[str, str]]) -> list[Suspicion]:
+    """Nodes that run another version of something than most do."""
+    found = []
+    for part in sorted({part for versions in software.values() for part in versions}):
+        votes = Counter(versions.get(part, "none") for versions in software.values())
+        usual, count = votes.most_common(1)[0]
+        if len(votes) > 1 and 2 * count > len(software):
+            odd = [(node, versions.get(part, "none")) for node, versions in software.items() if versions.get(part, "none") != usual]
+            found += [Suspicion(rule="software", node=node, detail=f"{part} {has}, others have {usual}") for node, has in odd]
+    return found
+
+
+def _exits(placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion]:
+    """Processes that ended with an error, those that only followed a peer marked as such."""
+    for view, process in placed:
+        if process.state not in ("exited", "zombie") or (process.exit_code in (0, None) and process.signal is None):
+            continue
+        what = f"signal {signal.Signals(process.signal).name}" if process.signal else f"exit code {process.exit_code}"
+        last = next((line for line in reversed(process.log) if line.strip()), "")
+        yield Suspicion(
+            rule="exit",
+            node=view.name,
+            rank=process.rank,
+            detail=f"{what} in {process.section} of step {process.step + 1}" + (f": {last[:160]}" if last else ""),
+            is_primary=not process.is_secondary,
+        )
+
+
+def _keywords(placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion]:
+    for view, process in placed:
+        for keyword in process.keywords:
+            yield Suspicion(rule="keyword", node=view.name, rank=process.rank, detail=keyword)
+
+
+def _position(process: ProcessReport) -> tuple[int, int]:
+    """Where a process is in its run: more is further."""
+    return process.step, SECTION_ORDER.index(process.section) if process.section in SECTION_ORDER else 0

@@ -1,0 +1,113 @@
+"""Nodes as processes of this machine, so that a laptop shows the whole loop.
+
+A node is a folder with a process: ``executor.json`` says which (pid and start time), ``executor.log`` what it says. Executors have
+sessions of their own and outlive the driver, which finds them again. A file named ``down`` in the folder makes the node a
+machine that is switched off: its executor is not started.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from megascale_jax.observe.report import replace_file
+
+EXECUTOR_FILE = "executor.json"
+DOWN_FILE = "down"
+_END_S = 5.0
+
+
+class LocalBackend:
+    """Executors below ``folder``; ``command`` starts one, with the node's name and folder between its two parts."""
+
+    def __init__(self, folder: Path, command: tuple[Sequence[str], Sequence[str]], *, retry_s: float = 0.5):
+        self._folder, self._command, self._retry_s = folder, command, retry_s
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._tried: dict[str, float] = {}
+
+    def ensure(self, name: str) -> None:
+        """Start the executor unless it runs; not more often than every ``retry_s``."""
+        node = self._folder / name
+        now = time.monotonic()
+        if (node / DOWN_FILE).exists() or self.is_alive(name) or now < self._tried.get(name, 0.0) + self._retry_s:
+            return
+        self._tried[name] = now
+        node.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (node / "executor.log").open("ab") as log:
+            child = subprocess.Popen(
+                [*self._command[0], "--node", name, "--folder", str(node), *self._command[1]],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._children[name] = child
+        with suppress(psutil.NoSuchProcess):
+            record = {"pid": child.pid, "started": psutil.Process(child.pid).create_time()}
+            replace_file(node / EXECUTOR_FILE, json.dumps(record).encode())
+
+    def is_alive(self, name: str) -> bool | None:
+        """Whether the process of ``executor.json`` is there and is the one that was started."""
+        if (child := self._children.get(name)) is not None:
+            child.poll()  # takes it away when it has ended
+        process = executor_process(self._folder / name)
+        return process is not None
+
+    def remove(self, name: str, reason: str) -> None:
+        """End the executor, and with it its processes: gently first."""
+        process = executor_process(self._folder / name)
+        if process is None:
+            return
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
+            try:
+                process.wait(_END_S)
+            except psutil.TimeoutExpired:
+                process.kill()
+
+    def restore(self, name: str) -> None:
+        """Nothing to do: `ensure` starts it again."""
+
+    def facts(self) -> Mapping[str, str]:
+        """The folder of the nodes."""
+        return {"nodes": str(self._folder)}
+
+
+def executor_process(node: Path) -> psutil.Process | None:
+    """The executor of a node's folder if it runs."""
+    try:
+        record = json.loads((node / EXECUTOR_FILE).read_text())
+        process = psutil.Process(record["pid"])
+        if process.status() == psutil.STATUS_ZOMBIE or abs(process.create_time() - record["started"]) > 0.01:
+            return None
+    except (OSError, ValueError, KeyError, psutil.NoSuchProcess):
+        return None
+    return process
+
+
+def local_command(driver: tuple[str, int], security: Path, training: Sequence[str]) -> tuple[list[str], list[str]]:
+    """How an executor of this installation is started: what comes before the node's own options, and what comes after."""
+    start = [sys.executable, "-m", "megascale_jax.cluster.executor_process", "--driver", f"{driver[0]}:{driver[1]}"]
+    return [*start, "--security", str(security)], ["--", *training]
+
+
+def switch_off(node: Path) -> None:
+    """Make a node a machine without power: nothing of it runs, and nothing starts."""
+    node.mkdir(parents=True, exist_ok=True, mode=0o700)
+    (node / DOWN_FILE).touch()
+    process = executor_process(node)
+    if process is not None:
+        with suppress(psutil.NoSuchProcess):
+            os.kill(process.pid, signal.SIGKILL)
+
+
+def switch_on(node: Path) -> None:
+    """The contrary of `switch_off`."""
+    (node / DOWN_FILE).unlink(missing_ok=True)

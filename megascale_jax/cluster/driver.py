@@ -1,0 +1,281 @@
+"""The driver: turns what nodes say into events, journals them, and tells each node what it should be doing (paper section 4.1).
+
+No thread, no socket and no clock of its own: `heard`, `gone` and `tick` are called, ``outbox`` takes what should be sent, so that
+everything here runs on virtual time in tests. `driver_process.py` connects it to the world.
+
+Whatever is done follows from the journaled state and may be done again: a driver that is killed at any line and started again
+reads its journal, hears the executors present themselves, and goes on.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from megascale_jax.cluster.anomaly import Findings, NodeView, Watcher, odd_software
+from megascale_jax.cluster.backends.base import Backend
+from megascale_jax.cluster.examination import Examination
+from megascale_jax.cluster.journal import Journal
+from megascale_jax.cluster.lifecycle import ENDS, NodeStatus, Phase
+from megascale_jax.cluster.messages import Beat, Desired, Diagnosis, Hello
+from megascale_jax.cluster.policy import ACTIVE, apply, deadline, desired, first_state, looks_again_at
+from megascale_jax.cluster.reports import ProcessReport
+from megascale_jax.cluster.state import Advanced, Anomaly, Elapsed, Ended, Event, Idle, Joined, Lost, Shape, State, Suspicion
+from megascale_jax.cluster.story import told
+from megascale_jax.config.cluster import ClusterConfig
+from megascale_jax.errors import MegascaleError
+
+_REPEAT_S = 5.0
+"""Time after which a node is told again what it knows."""
+_ADVANCED_S = 60.0
+"""Time between two events about progress without a new checkpoint."""
+_LIMITS_S = 30.0
+
+
+class Clock(Protocol):
+    """Seconds on the journal's axis."""
+
+    def now(self) -> float:
+        """Never less than before."""
+        ...
+
+
+class Driver:
+    """One job. ``names``: nodes that the backend should have running; ``outbox`` sends to a node, or drops when it is not connected."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        config: ClusterConfig,
+        shapes: tuple[Shape, ...],
+        names: tuple[str, ...],
+        total_steps: int,
+        backend: Backend,
+        watcher: Watcher,
+        clock: Clock,
+        outbox: Callable[[str, Desired], None],
+        say: Callable[[str], None] = print,
+    ):
+        """Read the journal: the job is where it was. Raises RunFolderError for a journal that cannot be read."""
+        self.journal, self.config, self.names, self.total_steps = journal, config, names, total_steps
+        self.backend, self.watcher, self.clock, self._outbox, self._say = backend, watcher, clock, outbox, say
+        self.state = first_state(shapes)
+        for event in journal.events():
+            self.state = apply(self.state, event, config)
+        now = clock.now()
+        self.beats: dict[str, Beat] = {}
+        self.software: dict[str, Mapping[str, str]] = {}
+        self._heard_s = {name: now for name, node in self.state.nodes.items() if node.lost_at_s is None}
+        self._told: dict[str, tuple[Desired, float]] = {}
+        self._first_finding_s: float | None = None
+        self._said: set[tuple[int, str, str | None]] = set()
+        self._advanced = (0, 0, now)
+        self._limits_kept_s = now
+        self._removed: set[str] = set()
+        self.examination: Examination | None = None
+
+    # What arrives.
+
+    def heard(self, name: str, message: Hello | Beat | Diagnosis) -> None:
+        """A node said something. ``name`` is the one that its connection was authenticated for."""
+        self._heard_s[name] = self.clock.now()
+        match message:
+            case Hello():
+                self._present(name, message)
+            case Beat():
+                self.beats[name] = message
+            case Diagnosis() if self.examination is not None:
+                self.examination.heard(name, message)
+            case _:
+                pass
+
+    def _present(self, name: str, hello: Hello) -> None:
+        node = self.state.nodes.get(name)
+        if node is None or node.incarnation != hello.incarnation or node.lost_at_s is not None:
+            self.beats.pop(name, None)
+            self.record(Joined(at_s=self.clock.now(), node=name, incarnation=hello.incarnation, address=hello.address, ports=hello.ports))
+        self.software[name] = hello.software
+        self._told.pop(name, None)
+        if self.config.rules.software != "off":
+            self._observe(odd_software(self.software))
+
+    # What time brings.
+
+    def tick(self) -> None:
+        """Look at everything once. Call it every few tenths of a second."""
+        now = self.clock.now()
+        self._miss(now)
+        if self.state.phase in ACTIVE:
+            self._watch(now)
+        if self.state.phase in (*ACTIVE, Phase.STOPPING):
+            self._follow(now)
+        if self.state.phase in (Phase.SUSPENDED, Phase.STOPPING):
+            self._confirm(now)
+        self._diagnose(now)
+        limits = [at_s for at_s in (deadline(self.state, self.config), looks_again_at(self.state, self.config)) if at_s is not None]
+        if limits and now >= min(limits):
+            self.record(Elapsed(at_s=now, phase=self.state.phase, since_s=self.state.since_s))
+        self._have_nodes()
+        self.tell()
+        if now > self._limits_kept_s + _LIMITS_S:
+            self._limits_kept_s = now
+            self.journal.keep("limits", self.watcher.limits.to_json())
+
+    def record(self, event: Event) -> None:
+        """Journal an event, then let it change the job. Nothing follows from an event that could not be journaled."""
+        self.journal.append(event)
+        before, self.state = self.state, apply(self.state, event, self.config)
+        for line in told(before, self.state, event):
+            self._say(line)
+        if before.phase != self.state.phase:
+            self._first_finding_s = None
+        if before.attempt != self.state.attempt:
+            self._advanced = (0, self.state.saved_step, event.at_s)
+
+    def tell(self) -> None:
+        """Say to each node what it should be doing, when that is new or was said a while ago."""
+        now = self.clock.now()
+        for name, node in self.state.nodes.items():
+            if node.lost_at_s is not None:
+                continue
+            wanted = desired(self.state, name, self.config)
+            if self.examination is not None:
+                wanted = wanted.model_copy(update={"diagnosis": self.examination.order(name)})
+            said = self._told.get(name)
+            if said is None or said[0] != wanted or now > said[1] + _REPEAT_S:
+                self._told[name] = (wanted, now)
+                self._outbox(name, wanted)
+
+    @property
+    def step(self) -> int:
+        """Newest step that every rank has done, as far as the beats say; else the best known."""
+        steps = [process.step for process in self._processes()]
+        return min(steps) if len(steps) == len(self.state.seats) else self.state.best_step
+
+    @property
+    def is_over(self) -> bool:
+        """The job has ended, and every node that can be reached knows."""
+        return self.state.phase in ENDS and all(node.lost_at_s is not None for node in self.state.nodes.values())
+
+    def _miss(self, now: float) -> None:
+        for name, node in list(self.state.nodes.items()):
+            if node.lost_at_s is not None:
+                continue
+            silent_s = now - self._heard_s.get(name, now)
+            if self.backend.is_alive(name) is False:
+                reason = "its executor is dead"
+            elif silent_s > self.config.lost_after_s and self.config.rules.missed_beats == "act":
+                reason = f"no beat for {silent_s:.0f} s"
+            else:
+                continue
+            self.beats.pop(name, None)
+            self.record(Lost(at_s=now, node=name, incarnation=node.incarnation, reason=reason, step=self.step))
+
+    def _watch(self, now: float) -> None:
+        views = [NodeView(name, self.beats.get(name), now - self._heard_s.get(name, now)) for name in self.state.seats if name is not None]
+        found: Findings = self.watcher.examine(now, self.state.attempt, views)
+        self._observe(found.observed)
+        if not found.acting:
+            self._first_finding_s = None
+            return
+        if self._first_finding_s is None:
+            self._first_finding_s = now
+        if now >= self._first_finding_s + self.config.settle_s:
+            self.record(Anomaly(at_s=now, attempt=self.state.attempt, step=self.step, suspicions=found.acting))
+
+    def _observe(self, suspicions: tuple[Suspicion, ...] | list[Suspicion]) -> None:
+        for one in suspicions:
+            key = (self.state.attempt, one.rule, one.node)
+            if key not in self._said:
+                self._said.add(key)
+                self._say(f"observed: {one.rule}{f' on {one.node}' if one.node else ''}: {one.detail}")
+
+    def _follow(self, now: float) -> None:
+        """Steps, checkpoints, and the end."""
+        processes = self._processes()
+        if len(processes) < len(self.state.seats):
+            return
+        step = min(process.step for process in processes)
+        if all(process.state == "exited" and process.exit_code == 0 for process in processes):
+            self.record(Ended(at_s=now, attempt=self.state.attempt, step=step, is_complete=step >= self.total_steps))
+            return
+        has_stepped = all(process.passes.get("compile", 0) + process.passes.get("step", 0) for process in processes)
+        saved = max(process.durable_step or 0 for process in processes)
+        last_step, last_saved, last_s = self._advanced
+        is_news = self.state.phase == Phase.RESTORING or saved > last_saved or now > last_s + _ADVANCED_S
+        if has_stepped and is_news and (step, saved) != (last_step, last_saved) and self.state.phase in ACTIVE:
+            self._advanced = (step, saved, now)
+            self.record(Advanced(at_s=now, attempt=self.state.attempt, step=step, saved_step=saved))
+
+    def _confirm(self, now: float) -> None:
+        for name in self.state.seats:
+            beat = self.beats.get(name or "")
+            if name is None or beat is None or name in self.state.idle:
+                continue
+            if beat.is_idle and self._knows(name):
+                self.record(Idle(at_s=now, node=name, attempt=self.state.attempt))
+
+    def _knows(self, name: str) -> bool:
+        """Whether a node's newest beat came after it was told to have no process."""
+        said = self._told.get(name)
+        return said is not None and said[0].assignment is None and self._heard_s[name] >= said[1]
+
+    def _diagnose(self, now: float) -> None:
+        if self.state.phase != Phase.DIAGNOSING:
+            self.examination = None
+            return
+        incident = self.state.incident
+        assert incident is not None, "a job without an incident is not diagnosed"
+        if self.examination is None:
+            nodes = [name for name, node in self.state.nodes.items() if node.lost_at_s is None and node.status != NodeStatus.EVICTED]
+            addresses = {name: (self.state.nodes[name].address, self.state.nodes[name].ports) for name in nodes}
+            self.examination = Examination(self.state.attempt, incident, addresses, self.config.diagnose_s)
+        if (result := self.examination.result(now)) is not None:
+            self.record(result)
+            self.examination = None
+
+    def _have_nodes(self) -> None:
+        """Have the backend run what should run, and take out what was evicted."""
+        over = self.state.phase in ENDS
+        for name in self.names:
+            node = self.state.nodes.get(name)
+            is_evicted = node is not None and node.status == NodeStatus.EVICTED
+            try:
+                if is_evicted and name not in self._removed:
+                    self._removed.add(name)
+                    self.backend.remove(name, node.reason if node is not None else "")
+                elif not is_evicted and not over and (node is None or node.lost_at_s is not None):
+                    if name in self._removed:
+                        self._removed.discard(name)
+                        self.backend.restore(name)
+                    self.backend.ensure(name)
+            except MegascaleError as error:
+                self._say(f"{name}: {error}")
+
+    def _processes(self) -> list[ProcessReport]:
+        beats = [self.beats.get(name or "") for name in self.state.seats]
+        return [process for beat in beats if beat is not None and beat.attempt == self.state.attempt for process in beat.processes]
+
+
+def status_of(driver: Driver) -> dict[str, object]:
+    """The job as JSON values, for people and programs that ask."""
+    state: State = driver.state
+    return {
+        "phase": state.phase.value,
+        "attempt": state.attempt,
+        "step": driver.step,
+        "steps": driver.total_steps,
+        "seats": list(state.seats),
+        "nodes": {
+            name: {
+                "status": node.status.value,
+                "reason": node.reason,
+                "silent_s": None if name not in driver.beats else round(driver.clock.now() - driver._heard_s.get(name, 0.0), 1),
+                "processes": [process.model_dump(exclude={"log"}) for process in driver.beats[name].processes]
+                if name in driver.beats
+                else [],
+            }
+            for name, node in state.nodes.items()
+        },
+        "incidents": [incident.model_dump(mode="json") for incident in state.incidents],
+        "alarms": list(state.alarms),
+        "outcome": state.outcome,
+    }

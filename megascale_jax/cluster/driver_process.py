@@ -1,0 +1,180 @@
+"""The driver as a process: the control link, the tick, operators' commands, files that say where it is.
+
+In the job's folder: ``journal.sqlite``, ``audit.jsonl``, ``driver.json`` (where it listens), ``security/`` (unless given), ``nodes/``.
+A second driver on one folder is refused; a driver that was killed is started again with the same command and goes on.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from pydantic import BaseModel, TypeAdapter
+
+from megascale_jax.cluster.driver import Driver, status_of
+from megascale_jax.cluster.lifecycle import ENDS
+from megascale_jax.cluster.link.audit import AuditLog
+from megascale_jax.cluster.link.operators import Operators
+from megascale_jax.cluster.link.security import Security
+from megascale_jax.cluster.link.server import LinkServer, Peer
+from megascale_jax.cluster.link.tokens import Role
+from megascale_jax.cluster.messages import Answer, Beat, Command, Desired, Diagnosis, FromNode, Hello
+from megascale_jax.cluster.state import Ordered
+from megascale_jax.errors import RunFolderError
+from megascale_jax.observe.report import replace_file
+
+TICK_S = 0.1
+LEAVE_S = 15.0
+"""Longest that the driver waits at the end for its executors to hear that it is over."""
+DRIVER_FILE = "driver.json"
+_PROGRESS_S = 10.0
+
+
+class Control:
+    """Hears nodes and operators; speaks to them for the driver."""
+
+    def __init__(self, audit: AuditLog, operators: Operators):
+        self.driver: Driver | None = None
+        self._audit, self._operators = audit, operators
+        self._nodes: dict[str, Peer] = {}
+
+    def send(self, name: str, message: Desired) -> None:
+        """To a node, if it is connected."""
+        if (peer := self._nodes.get(name)) is not None:
+            peer.send(message)
+
+    def connected(self, peer: Peer) -> None:
+        """A node is known once it says hello."""
+        if peer.role == Role.NODE:
+            self._nodes[peer.name] = peer
+
+    def lost(self, peer: Peer, why: str) -> None:
+        """A node without a connection is lost when its beats are missed, not before."""
+        if self._nodes.get(peer.name) is peer:
+            del self._nodes[peer.name]
+
+    def received(self, peer: Peer, message: BaseModel) -> None:
+        """A message that fits the schema and the sender's role."""
+        assert self.driver is not None, "the link opens after the driver is there"
+        if isinstance(message, Hello) and message.node != peer.name:
+            self._audit.append("driver", "system", "refused", {"node": message.node, "connection": peer.name})
+            peer.close("its token is for another node")
+        elif isinstance(message, Hello | Beat | Diagnosis):
+            self.driver.heard(peer.name, message)
+        elif isinstance(message, Command):
+            peer.send(self._obey(peer, message))
+
+    def _obey(self, peer: Peer, command: Command) -> Answer:
+        driver = self.driver
+        assert driver is not None, "the link opens after the driver is there"
+        if command.action == "status":
+            return Answer(is_done=True, text=driver.state.phase.value, status=json.loads(json.dumps(status_of(driver))))
+        ruling = self._operators.rule(command, name=peer.name, role=peer.role, now_s=driver.clock.now())
+        self._audit.append(
+            peer.name, peer.role.value, command.action, {"node": command.node, "done": ruling.order is not None, "why": ruling.text}
+        )
+        if ruling.order is not None:
+            order = Ordered(at_s=driver.clock.now(), action=ruling.order, node=ruling.node, by=ruling.by, step=driver.step)
+            before = driver.state
+            driver.record(order)
+            if driver.state == before:
+                return Answer(is_done=False, text=f"{ruling.order} changes nothing now: the job is {driver.state.phase}")
+        return Answer(is_done=ruling.order is not None, text=ruling.text)
+
+
+def permits(role: Role, message: BaseModel) -> bool:
+    """Nodes speak as nodes, people give commands; which ones is for `operators.py` to say."""
+    return isinstance(message, Command) != (role == Role.NODE)
+
+
+async def drive(
+    folder: Path,
+    security: Security,
+    listen: tuple[str, int],
+    make_driver: Callable[[Callable[[str, Desired], None]], Driver],
+    operators: Operators,
+    say: Callable[[str], None],
+) -> Driver:
+    """Drive the job to its end; SIGTERM and Ctrl-C stop it with a save, a second one leaves the executors to the next driver.
+
+    Raises RunFolderError when another driver has the folder, OSError when the address is taken.
+    """
+    with held(folder):
+        audit = AuditLog(folder / "audit.jsonl")
+        control = Control(audit, operators)
+        driver = control.driver = make_driver(control.send)
+        server = LinkServer(
+            security,
+            security.job,
+            TypeAdapter(FromNode),
+            control,
+            audit=lambda what, details: audit.append("link", "system", what, details),
+            permits=permits,
+        )
+        port = await server.start(*listen)
+        replace_file(folder / DRIVER_FILE, json.dumps({"host": listen[0], "port": port, "pid": os.getpid()}).encode())
+        asked = 0
+
+        def stop() -> None:
+            nonlocal asked
+            asked += 1
+            driver.record(Ordered(at_s=driver.clock.now(), action="stop", by="signal", step=driver.step))
+            audit.append("signal", "system", "stop", {})
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop)
+        try:
+            await _tick(driver, lambda: asked > 1, say)
+        finally:
+            await server.close()
+            (folder / DRIVER_FILE).unlink(missing_ok=True)
+        return driver
+
+
+async def _tick(driver: Driver, is_hurried: Callable[[], bool], say: Callable[[str], None]) -> None:
+    ended_at: float | None = None
+    progress = (0, time.monotonic())
+    while not is_hurried():
+        driver.tick()
+        now = time.monotonic()
+        if driver.state.phase in ENDS:
+            ended_at = ended_at or now
+            if driver.is_over or now > ended_at + LEAVE_S:
+                return
+        elif driver.step != progress[0] and now > progress[1] + _PROGRESS_S:
+            progress = (driver.step, now)
+            say(f"step {driver.step} of {driver.total_steps}")
+        await asyncio.sleep(TICK_S)
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Any:
+    """The job's folder for this driver alone. Raises RunFolderError when there is another."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    lock = FileLock(folder / "driver.lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise RunFolderError(f"another driver drives {folder.parent}; see `megascale job status {folder.parent}`") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def address_of(folder: Path) -> tuple[str, int]:
+    """Where the driver of a job's folder listens. Raises RunFolderError when there is none."""
+    try:
+        found = json.loads((folder / DRIVER_FILE).read_text())
+        return str(found["host"]), int(found["port"])
+    except (OSError, ValueError, KeyError) as error:
+        raise RunFolderError(
+            f"no driver has {folder.parent}; start one with `megascale drive EXPERIMENT --run-folder {folder.parent}`"
+        ) from error

@@ -1,0 +1,116 @@
+"""The executor as a process: `megascale execute`, and what the local backend starts for each node.
+
+    python -m megascale_jax.cluster.executor_process --driver HOST:PORT --security FOLDER --node NODE --folder FOLDER -- COMMAND...
+
+COMMAND is the argv of a training process; the overrides of an attempt are added to it.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import platform
+import secrets
+import signal
+import socket
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from megascale_jax.cluster.counters import HostCounters
+from megascale_jax.cluster.executor import Executor
+from megascale_jax.cluster.job import token_file
+from megascale_jax.cluster.link.client import LinkClient
+from megascale_jax.cluster.link.security import Security
+from megascale_jax.cluster.messages import Hello, ToNode
+from megascale_jax.cluster.ports import free_ports
+from megascale_jax.cluster.probes import run_checks
+from megascale_jax.cluster.processes import TrainingProcesses
+from megascale_jax.errors import UsageError
+from megascale_jax.observe.provenance import library_versions
+
+_logger = logging.getLogger(__name__)
+_PORTS = 16
+"""For the coordinators of as many attempts, in turn."""
+
+
+def address_towards(driver: tuple[str, int]) -> str:
+    """The address of this node from which the driver is reached."""
+    family = socket.getaddrinfo(*driver, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(driver)
+        return str(probe.getsockname()[0])
+
+
+def software() -> dict[str, str]:
+    """Versions that should be the same on all nodes of a job."""
+    driver = Path("/proc/driver/nvidia/version")
+    versions = {"kernel": platform.release(), **{name: str(version) for name, version in library_versions().items()}}
+    if driver.is_file():
+        versions["nvidia driver"] = driver.read_text().splitlines()[0]
+    return versions
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Start, watch and stop the training process of this node, as a driver wants it.")
+    parser.add_argument("--driver", required=True, metavar="HOST:PORT", help="where the driver listens")
+    parser.add_argument(
+        "--security", required=True, type=Path, metavar="FOLDER", help="made by `megascale certs init`; the token is FOLDER/tokens/NODE"
+    )
+    parser.add_argument("--node", required=True, help="name of this node in the job")
+    parser.add_argument("--folder", required=True, type=Path, help="of this node, on a local disk: logs, marks")
+    parser.add_argument("command", nargs="+", help="argv of a training process, after --")
+    return parser.parse_args(arguments)
+
+
+async def execute(options: argparse.Namespace) -> None:
+    """Be the executor of this node until the driver lets it go or a signal ends it. Raises UsageError for a bad request."""
+    host, _, port = options.driver.rpartition(":")
+    if not port.isdecimal():
+        raise UsageError(f"--driver is {options.driver!r}; expected HOST:PORT")
+    driver = (host.strip("[]"), int(port))
+    options.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    security = Security.load(options.security, role="client", token=token_file(options.security, options.node))
+    address = address_towards(driver)
+    hello = Hello(
+        node=options.node, incarnation=secrets.token_hex(8), address=address, ports=free_ports(address, _PORTS), software=software()
+    )
+    environment = {"MEGASCALE_KEEPER": str(options.folder / "keeper"), "MEGASCALE_LAUNCHER": "megascale drive"}
+    link = LinkClient(
+        security,
+        driver,
+        TypeAdapter(ToNode),
+        received=lambda message: executor.received(message),
+        connected=lambda: executor.connected(),
+        lost=lambda why: _logger.info("the driver is away: %s", why),
+    )
+    executor = Executor(
+        hello,
+        options.command,
+        dict(os.environ) | environment,
+        TrainingProcesses(options.folder),
+        link,
+        lambda order: run_checks(order, options.folder),
+        HostCounters(options.folder).read,
+    )
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lambda: setattr(executor, "leaving", True))
+    talking = asyncio.create_task(link.run())
+    try:
+        await executor.run()
+        await asyncio.sleep(0.2)  # the last beat is on its way
+    finally:
+        link.close()
+        talking.cancel()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of the process."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    asyncio.run(execute(parse(arguments)))
+
+
+if __name__ == "__main__":
+    main()

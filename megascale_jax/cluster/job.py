@@ -1,0 +1,78 @@
+"""A job's folder below its run folder: journal, certificates and tokens, nodes."""
+
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from megascale_jax.cluster.journal import Journal
+from megascale_jax.cluster.lifecycle import ENDS
+from megascale_jax.cluster.link.certificates import make_folder
+from megascale_jax.cluster.link.security import Security, make_token
+from megascale_jax.cluster.link.tokens import Role
+from megascale_jax.cluster.policy import apply, first_state
+from megascale_jax.cluster.ports import free_ports
+from megascale_jax.cluster.state import Shape
+from megascale_jax.config.cluster import JOB_FOLDER, ClusterConfig
+
+JOURNAL_FILE = "journal.sqlite"
+SECURITY_FOLDER = "security"
+NODES_FOLDER = "nodes"
+TOKEN_DAYS = 365.0
+_PORT = "port"
+
+
+def job_folder(run: Path) -> Path:
+    """Where the driver of a run keeps what it knows."""
+    return run / JOB_FOLDER
+
+
+def open_journal(folder: Path, shapes: tuple[Shape, ...], config: ClusterConfig) -> Journal:
+    """The journal of the job that is under way, or a new one; that of a job that has ended is kept beside it.
+
+    Raises RunFolderError for a journal that cannot be read.
+    """
+    path = folder / JOURNAL_FILE
+    journal = Journal(path)
+    state = first_state(shapes)
+    for event in journal.events():
+        state = apply(state, event, config)
+    if state.phase in ENDS:
+        journal.close()
+        number = 1 + len(list(folder.glob("journal-*.sqlite")))
+        path.rename(folder / f"journal-{number}.sqlite")
+        journal = Journal(path)
+    return journal
+
+
+def port_of(journal: Journal, wanted: int) -> int:
+    """The port of the control link, the same for every driver of the job, since executors come back to it. ``wanted`` 0: any."""
+    known = journal.fact(_PORT)
+    port = wanted or (int(known) if known else free_ports("127.0.0.1", 1)[0])
+    journal.keep(_PORT, str(port))
+    return port
+
+
+def secure(folder: Path, names: Sequence[str], hosts: Sequence[str] = ()) -> Path:
+    """The job's own certificates, a token for each node and one for this user, made when they are not there; their folder.
+
+    Raises UsageError when what is there is not in order.
+    """
+    place = folder / SECURITY_FOLDER
+    if not (place / "job").is_file():
+        make_folder(place, hosts, job=secrets.token_hex(8))
+    security = Security.load(place, role="driver")
+    for name in names:
+        if not token_file(place, name).is_file():
+            make_token(security, name, Role.NODE, days=TOKEN_DAYS, path=token_file(place, name))
+    if not token_file(place, OWNER).is_file():
+        make_token(security, OWNER, Role.ADMIN, days=TOKEN_DAYS, path=token_file(place, OWNER))
+    return place
+
+
+OWNER = "owner"
+"""Name under which the user who started a local job gives commands."""
+
+
+def token_file(security: Path, name: str) -> Path:
+    """The token of a node or a person."""
+    return security / "tokens" / name

@@ -1,0 +1,26 @@
+"""Free ports below the range that the kernel hands out to clients, so that nobody takes one between the look and its use."""
+
+import os
+import secrets
+import socket
+from random import Random
+
+from megascale_jax.errors import UsageError
+
+_FIRST, _LAST = 20000, 32000
+_TRIES = 400
+
+
+def free_ports(address: str, count: int) -> tuple[int, ...]:
+    """Ports of an address of this host that nobody uses now. Raises UsageError when there are not as many."""
+    found: list[int] = []
+    for port in Random(os.getpid() ^ secrets.randbits(32)).sample(range(_FIRST, _LAST), _TRIES):
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            try:
+                probe.bind((address, port))
+            except OSError:
+                continue
+        found.append(port)
+        if len(found) == count:
+            return tuple(found)
+    raise UsageError(f"found {len(found)} free ports between {_FIRST} and {_LAST} on {address}, expected {count}")

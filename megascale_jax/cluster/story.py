@@ -1,0 +1,80 @@
+"""What a change of a job is called, in lines for a terminal and a log."""
+
+from collections.abc import Iterator
+
+from megascale_jax.cluster.lifecycle import Phase
+from megascale_jax.cluster.state import Advanced, Event, Incident, Joined, Lost, Ordered, State, Suspicion
+
+
+def told(before: State, after: State, event: Event) -> Iterator[str]:
+    """Lines for people, none for what changes nothing."""
+    if isinstance(event, Joined) and before != after:
+        yield f"{event.node} is here ({event.address}), {after.nodes[event.node].status}"
+    if isinstance(event, Lost) and before != after:
+        yield f"{event.node} is lost: {event.reason}"
+    if isinstance(event, Ordered) and before != after:
+        yield f"{event.by} ordered: {event.action}{f' {event.node}' if event.node else ''}"
+    for name, node in after.nodes.items():
+        if name in before.nodes and before.nodes[name].status != node.status == "evicted":
+            yield f"{name} is evicted: {node.reason}"
+    for alarm in after.alarms[len(before.alarms) :]:
+        yield f"alarm: {alarm}"
+    if len(after.incidents) > len(before.incidents):
+        yield from _began(after.incidents[-1])
+    if before.phase == after.phase:
+        return
+    if after.phase == Phase.RESTORING:
+        seats = ", ".join(str(name) for name in after.seats)
+        yield f"attempt {after.attempt} on {len(after.seats)} nodes: {seats}"
+    elif after.phase == Phase.RUNNING and isinstance(event, Advanced):
+        yield from _recovered(after, event)
+    elif after.phase == Phase.REPLACING and after.incident is not None:
+        yield f"diagnosed: {_findings(after.incident)}"
+    elif after.outcome:
+        yield f"{after.phase}: {after.outcome}"
+
+
+def described(suspicion: Suspicion) -> str:
+    """One suspicion in words."""
+    where = suspicion.node or "no node in particular"
+    rank = "" if suspicion.rank is None else f" (rank {suspicion.rank})"
+    return f"{suspicion.rule}: {where}{rank}: {suspicion.detail}"
+
+
+def _began(incident: Incident) -> Iterator[str]:
+    primary = [one for one in incident.suspicions if one.is_primary] or list(incident.suspicions)
+    yield f"incident {incident.number} at step {incident.step}: {described(primary[0])}"
+    for one in primary[1:]:
+        yield f"  and {described(one)}"
+    followed = len(incident.suspicions) - len(primary)
+    if followed:
+        yield f"  {followed} other process(es) ended with it"
+
+
+def _findings(incident: Incident) -> str:
+    if incident.findings:
+        return "; ".join(f"{name}: {reason}" if name else reason for name, reason in incident.findings.items())
+    return "no node is bad" if incident.diagnosed_s is not None else "not needed"
+
+
+def _recovered(after: State, event: Advanced) -> Iterator[str]:
+    if not after.incidents or after.incidents[-1].restored_s != event.at_s:
+        yield f"running from step {event.step - 1}"
+        return
+    incident = after.incidents[-1]
+    lost = max(0, incident.step - (incident.resumed_step or 0))
+    yield (
+        f"running again from step {incident.resumed_step} after {event.at_s - incident.began_s:.1f} s "
+        f"({lost} step(s) to do again; {times(incident)})"
+    )
+
+
+def times(incident: Incident) -> str:
+    """How long each phase took."""
+    marks = [incident.began_s, incident.suspended_s, incident.diagnosed_s, incident.replaced_s, incident.restored_s]
+    parts, last = [], incident.began_s
+    for name, mark in zip(("suspend", "diagnose", "replace", "restore"), marks[1:], strict=True):
+        if mark is not None:
+            parts.append(f"{name} {mark - last:.1f} s")
+            last = mark
+    return ", ".join(parts)
