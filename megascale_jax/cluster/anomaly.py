@@ -63,7 +63,7 @@ class Watcher:
             self._traffic.clear()
         placed = [(view, process) for view in views if view.beat and view.beat.attempt == attempt for process in view.beat.processes]
         for _, process in placed:
-            self.limits.learn(process.longest_s, process.passes)
+            self.limits.learn(process.longest_s)
         rules: Mapping[str, tuple[Mode, list[Suspicion]]] = {
             "exit": (self.config.rules.exit, list(_exits(placed))),
             "no_progress": (self.config.rules.no_progress, list(self._stuck(placed))),
@@ -91,8 +91,8 @@ class Watcher:
             return
         halted = [(view, process) for view, process in running if process.state == "stopped"]
         culprits = halted or (last if len(last) < len(running) else [])
-        view, process, in_section_s, limit_s = late[0]
-        detail = f"{in_section_s:.1f} s in {process.section} of step {process.step + 1}, limit {limit_s:.1f} s"
+        _, process, in_section_s, limit_s = late[0]
+        detail = f"{in_section_s:.1f} s in {process.section} of step {_next_step(process)}, limit {limit_s:.1f} s"
         for culprit, its in culprits:
             why = "is stopped by a signal" if its.state == "stopped" else "is behind the others"
             yield Suspicion(rule="no_progress", node=culprit.name, rank=its.rank, detail=f"{why}: {detail}")
@@ -159,7 +159,7 @@ def _exits(placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion]:
             rule="exit",
             node=view.name,
             rank=process.rank,
-            detail=f"{what} in {process.section} of step {process.step + 1}" + (f": {last[:160]}" if last else ""),
+            detail=f"{what} in {process.section} of step {_next_step(process)}" + (f": {last[:160]}" if last else ""),
             is_primary=not process.is_secondary,
         )
 
@@ -172,4 +172,9 @@ def _keywords(placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicio
 
 def _position(process: ProcessReport) -> tuple[int, int]:
     """Where a process is in its run: more is further."""
-    return process.step, SECTION_ORDER.index(process.section) if process.section in SECTION_ORDER else 0
+    return process.step or 0, SECTION_ORDER.index(process.section) if process.section in SECTION_ORDER else 0
+
+
+def _next_step(process: ProcessReport) -> int:
+    """The step that a process is in; its report counts those that are done."""
+    return (process.step or 0) + 1

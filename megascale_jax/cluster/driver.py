@@ -19,7 +19,7 @@ from megascale_jax.cluster.messages import Beat, Desired, Diagnosis, Hello
 from megascale_jax.cluster.policy import ACTIVE, apply, deadline, desired, first_state, looks_again_at
 from megascale_jax.cluster.reports import ProcessReport
 from megascale_jax.cluster.state import Advanced, Anomaly, Elapsed, Ended, Event, Idle, Joined, Lost, Shape, State, Suspicion
-from megascale_jax.cluster.story import told
+from megascale_jax.cluster.story import summed_up, told
 from megascale_jax.config.cluster import ClusterConfig
 from megascale_jax.errors import MegascaleError
 
@@ -147,7 +147,7 @@ class Driver:
     @property
     def step(self) -> int:
         """Newest step that every rank has done, as far as the beats say; else the best known."""
-        steps = [process.step for process in self._processes()]
+        steps = [process.step for process in self._processes() if process.step is not None]
         return min(steps) if len(steps) == len(self.state.seats) else self.state.best_step
 
     @property
@@ -193,7 +193,7 @@ class Driver:
         processes = self._processes()
         if len(processes) < len(self.state.seats):
             return
-        step = min(process.step for process in processes)
+        step = min(process.step or 0 for process in processes)
         if all(process.state == "exited" and process.exit_code == 0 for process in processes):
             self.record(Ended(at_s=now, attempt=self.state.attempt, step=step, is_complete=step >= self.total_steps))
             return
@@ -275,7 +275,7 @@ def status_of(driver: Driver) -> dict[str, object]:
             }
             for name, node in state.nodes.items()
         },
-        "incidents": [incident.model_dump(mode="json") for incident in state.incidents],
+        "incidents": [incident.model_dump(mode="json") | {"text": summed_up(incident)} for incident in state.incidents],
         "alarms": list(state.alarms),
         "outcome": state.outcome,
     }

@@ -78,3 +78,11 @@ def times(incident: Incident) -> str:
             parts.append(f"{name} {mark - last:.1f} s")
             last = mark
     return ", ".join(parts)
+
+
+def summed_up(incident: Incident) -> str:
+    """One incident on one line."""
+    first = next((one for one in incident.suspicions if one.is_primary), incident.suspicions[0])
+    end = "not over yet" if incident.restored_s is None else f"{incident.restored_s - incident.began_s:.1f} s"
+    gone = f", evicted {', '.join(incident.evicted)}" if incident.evicted else ""
+    return f"{incident.number}. step {incident.step}: {described(first)}{gone}; {end} ({times(incident)})"

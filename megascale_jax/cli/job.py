@@ -1,0 +1,118 @@
+"""`megascale job`: look at a driven run and give its driver orders."""
+
+import json as json_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megascale_jax.errors import MegascaleError, UsageError
+
+if TYPE_CHECKING:
+    from megascale_jax.cluster.messages import Answer
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", help="Look at a driven run, and give its driver orders.")
+
+Run = Annotated[Path, typer.Argument(help="run folder that `megascale drive` was given", show_default=False)]
+Node = Annotated[str, typer.Argument(help="name of the node, such as node-2", show_default=False)]
+TokenFile = Annotated[
+    Path | None, typer.Option("--token", help="your token's file; default: the one of the user who started the job", show_default=False)
+]
+_LIMIT_S = 10.0
+
+
+@app.command()
+def status(run: Run, token: TokenFile = None, json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
+    """Phase, nodes, progress, incidents. Needs the role view."""
+    answer = _ask(run, token, "status")
+    if json:
+        typer.echo(json_module.dumps(answer.status, indent=1))
+    else:
+        _show(answer.status)
+
+
+@app.command()
+def stop(run: Run, token: TokenFile = None) -> None:
+    """Save and end the job. Needs the role admin."""
+    _order(run, token, "stop")
+
+
+@app.command()
+def restart(run: Run, token: TokenFile = None) -> None:
+    """Save, end all training processes, and start them again. Needs the role admin."""
+    _order(run, token, "restart")
+
+
+@app.command()
+def evict(run: Run, node: Node, token: TokenFile = None) -> None:
+    """Take a node out of the job for good; a spare takes its place. Needs the role admin, and another admin's `confirm`."""
+    _order(run, token, "evict", node=node)
+
+
+@app.command()
+def confirm(run: Run, number: Annotated[int, typer.Argument(help="of the eviction", show_default=False)], token: TokenFile = None) -> None:
+    """Confirm another admin's eviction. Needs the role admin."""
+    _order(run, token, "confirm", number=number)
+
+
+@app.command()
+def cordon(run: Run, node: Node, token: TokenFile = None) -> None:
+    """Give a node no new place; it keeps the one it has until the next restart. Needs the role operate."""
+    _order(run, token, "cordon", node=node)
+
+
+@app.command()
+def uncordon(run: Run, node: Node, token: TokenFile = None) -> None:
+    """Take a cordoned or evicted node back, as a spare. Needs the role operate."""
+    _order(run, token, "uncordon", node=node)
+
+
+def _order(run: Path, token: Path | None, action: str, **values: Any) -> None:
+    answer = _ask(run, token, action, **values)
+    if not answer.is_done:
+        raise UsageError(answer.text)
+    typer.echo(answer.text)
+
+
+def _ask(run: Path, token: Path | None, action: str, **values: Any) -> "Answer":
+    from pydantic import TypeAdapter
+
+    from megascale_jax.cluster.driver_process import address_of
+    from megascale_jax.cluster.job import OWNER, SECURITY_FOLDER, job_folder, token_file
+    from megascale_jax.cluster.link.client import ask
+    from megascale_jax.cluster.link.security import Security
+    from megascale_jax.cluster.messages import Answer, Command, ToNode
+
+    folder = job_folder(run)
+    address = address_of(folder)
+    place = folder / SECURITY_FOLDER
+    security = Security.load(place, role="client", token=token or token_file(place, OWNER))
+    answer = ask(security, address, Command.model_validate({"action": action, **values}), TypeAdapter(ToNode), _LIMIT_S)
+    if not isinstance(answer, Answer):
+        raise MegascaleError(f"the driver answered with {type(answer).__name__}, expected an answer to a command")
+    return answer
+
+
+def _show(found: dict[str, Any]) -> None:
+    console = Console(soft_wrap=True)
+    console.print(Text(f"{found['phase']}, attempt {found['attempt']}, step {found['step']} of {found['steps']}  {found['outcome']}"))
+    table = Table("rank", "node", "status", "step", "in section", "process", title_justify="left")
+    ranks = {name: str(rank) for rank, name in enumerate(found["seats"])}
+    for name, node in sorted(found["nodes"].items(), key=lambda item: ranks.get(item[0], "~" + item[0])):
+        process = node["processes"][0] if node["processes"] else None
+        table.add_row(
+            ranks.get(name, "-"),
+            name,
+            node["status"] + (f": {node['reason']}" if node["reason"] else ""),
+            "-" if process is None else str(process["step"]),
+            "-" if process is None else f"{process['section']} {process['in_section_s']:.1f} s",
+            "-" if process is None else f"{process['pid']} {process['state']}",
+        )
+    console.print(table)
+    for incident in found["incidents"]:
+        console.print(Text(incident["text"]))
+    for alarm in found["alarms"]:
+        console.print(Text(f"alarm: {alarm}", style="bold red"))

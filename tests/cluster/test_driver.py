@@ -1,0 +1,176 @@
+"""The real driver and its rules against a cluster on virtual time."""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from megascale_jax.cluster.lifecycle import NodeStatus, Phase
+from megascale_jax.cluster.state import Ordered, Shape
+from megascale_jax.config.cluster import ClusterConfig, FloorsConfig
+from tests.cluster.simulated import STEP_S, World
+
+CONFIG = ClusterConfig(lost_after_s=5.0, grace_s=5.0, wait_s=60.0, diagnose_s=30.0, floors=FloorsConfig(data=20.0))
+
+
+@pytest.fixture
+def world(tmp_path) -> World:
+    world = World(tmp_path, CONFIG)
+    world.until_step(12)
+    return world
+
+
+def test_a_run_without_faults_ends(tmp_path) -> None:
+    world = World(tmp_path, CONFIG, total_steps=30)
+    assert world.run(120, lambda: world.driver.is_over)
+    assert world.driver.state.phase == Phase.FINISHED
+    assert not world.driver.state.incidents
+
+
+def test_a_killed_process_is_told_from_those_that_died_with_it(world) -> None:
+    world.crash("node-2")
+    world.until_step(20)
+    (incident,) = world.driver.state.incidents
+    assert incident.named == ("node-2",)
+    assert len(incident.suspicions) == 4, "the others are known to have followed"
+    assert world.driver.state.seats == ("node-0", "node-1", "node-2", "node-3")
+    assert incident.resumed_step == 10, "the newest checkpoint"
+
+
+def test_a_killed_executor_comes_back_to_its_place(world) -> None:
+    world.kill_executor("node-1")
+    world.until_step(20)
+    (incident,) = world.driver.state.incidents
+    assert incident.named == ("node-1",)
+    assert world.driver.state.seats[1] == "node-1"
+
+
+def test_a_node_without_power_is_replaced_by_a_spare(world) -> None:
+    world.power_off("node-1")
+    world.until_step(20)
+    assert world.driver.state.incidents[0].named == ("node-1",)
+    assert world.driver.state.seats == ("node-0", "node-4", "node-2", "node-3")
+
+
+@pytest.mark.parametrize("how", ["stopped", "behind"])
+def test_a_hang_is_seen_within_twice_the_limit_and_named(world, how) -> None:
+    began, world.sims["node-3"].hangs = world.now, how
+    world.run(100, lambda: world.driver.state.phase != Phase.RUNNING)
+    limit_s = world.driver.watcher.limits.limit_s("data" if how == "behind" else "step")
+    assert world.now - began < 2 * limit_s
+    world.until_step(20)
+    assert world.driver.state.incidents[0].named == ("node-3",)
+    assert world.driver.state.seats[3] == "node-3"
+
+
+def test_a_partition_is_a_lost_node(world) -> None:
+    world.drops = lambda name: name == "node-0"
+    world.is_alive = lambda name: None  # nobody can tell from outside
+    world.until_step(20)
+    assert world.driver.state.incidents[0].named == ("node-0",)
+    assert world.driver.state.nodes["node-0"].status == NodeStatus.LOST
+    world.drops = lambda name: False
+    world.greet(world.sims["node-0"])
+    world.run(5)
+    assert world.driver.state.nodes["node-0"].status == NodeStatus.READY
+    assert world.driver.state.phase == Phase.RUNNING
+    assert world.sims["node-0"].process == "none", "it no longer trains"
+
+
+def test_dropped_beats_below_the_limit_change_nothing(world) -> None:
+    world.drops = lambda name: int(world.now) % 3 != 0
+    world.run(30)
+    assert not world.driver.state.incidents
+
+
+def test_a_killed_driver_adopts_what_runs(world) -> None:
+    attempt = world.driver.state.attempt
+    for _ in range(3):
+        world.run(2)
+        world.kill_driver()
+    world.until_step(40)
+    assert not world.driver.state.incidents
+    assert world.driver.state.attempt == attempt
+
+
+def test_a_driver_killed_at_any_moment_of_a_recovery_finishes_it(tmp_path) -> None:
+    for delay in range(0, 100, 7):
+        folder = tmp_path / str(delay)
+        world = World(folder, CONFIG, total_steps=60)
+        world.until_step(12)
+        world.power_off("node-1")
+        world.run(delay / 10)
+        world.kill_driver()
+        assert world.run(300, lambda world=world: world.driver.is_over), world.lines[-10:]
+        assert world.driver.state.phase == Phase.FINISHED
+        assert [incident.named for incident in world.driver.state.incidents] == [("node-1",)]
+
+
+def test_a_bad_node_found_by_its_checks_is_evicted(world) -> None:
+    world.sims["node-2"].finds = ({"check": "disk", "status": "fail", "reason": "no space", "numbers": [], "facts": {}},)
+    world.crash("node-2")
+    world.until_step(20)
+    assert world.driver.state.nodes["node-2"].status == NodeStatus.EVICTED
+    assert world.driver.state.seats == ("node-0", "node-1", "node-4", "node-3")
+
+
+def test_it_shrinks_and_grows_back(tmp_path) -> None:
+    shapes = (Shape(num_nodes=2), Shape(num_nodes=1, overrides=("parallel.data=1",)))
+    world = World(tmp_path, CONFIG.model_copy(update={"shrink": True, "wait_s": 10.0}), nodes=2, spares=0, shapes=shapes)
+    world.until_step(12)
+    world.power_off("node-1")
+    world.until_step(20)
+    assert world.driver.state.seats == ("node-0",)
+    world.sims["node-1"].is_down = False
+    assert world.run(60, lambda: len(world.driver.state.seats) == 2)
+    world.until_step(30)
+    assert world.driver.state.shape == 0
+
+
+def test_a_spare_that_dies_changes_nothing(world) -> None:
+    world.power_off("node-5")
+    world.run(10)
+    assert world.driver.state.phase == Phase.RUNNING
+    assert not world.driver.state.incidents
+
+
+def test_an_operator_stops_the_job(world) -> None:
+    world.driver.record(Ordered(at_s=world.driver.clock.now(), action="stop", by="ada", step=world.driver.step))
+    assert world.run(30, lambda: world.driver.is_over)
+    assert world.driver.state.phase == Phase.STOPPED
+
+
+KINDS = ("crash", "executor", "power", "stopped", "behind", "driver", "partition")
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(faults=st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 5), st.floats(0, 12)), min_size=1, max_size=5))
+def test_random_faults_end_in_a_finished_run(tmp_path_factory, faults) -> None:
+    config = CONFIG.model_copy(update={"strikes": 50, "fruitless_recoveries": 20})
+    world = World(tmp_path_factory.mktemp("world"), config, total_steps=80)
+    world.until_running()
+    for kind, number, after_s in faults:
+        world.run(after_s)
+        name = f"node-{number}"
+        match kind:
+            case "crash":
+                world.crash(name)
+            case "executor":
+                world.kill_executor(name)
+            case "power" if sum(sim.is_down for sim in world.sims.values()) < 2:
+                world.power_off(name)
+            case "stopped" | "behind":
+                world.sims[name].hangs = kind
+            case "driver":
+                world.kill_driver()
+            case "partition":
+                world.drops = lambda other, name=name: other == name
+                world.run(2 * STEP_S)
+                world.drops = lambda other: False
+            case _:
+                pass
+    assert world.run(900, lambda: world.driver.is_over), (world.driver.state.phase, world.lines[-20:])
+    state = world.driver.state
+    assert state.phase == Phase.FINISHED, state.outcome
+    assert not any(node.status == NodeStatus.EVICTED for node in state.nodes.values()), "no node was bad"
+    struck = {f"node-{number}" for kind, number, _ in faults if kind != "driver"}
+    assert {name for incident in state.incidents for name in incident.named} <= struck
