@@ -8,6 +8,7 @@
     +-- CheckpointError       a checkpoint that is missing, cannot be read or is of another model
     |   +-- DamagedCheckpointError   its content is not what was written; an older one serves
     +-- StorageError          a storage that refused, lost or damaged something; an OSError too; exit code 2
+    +-- LinkError             a driver that cannot be reached, refuses, or does not answer; an OSError too; exit code 2
     +-- CompileError          the compiler for absent GPUs gave up; exit code 1
 
 Catch as wide as needed. A message says what was got, what was expected, and what to do about it.
@@ -44,6 +45,10 @@ class DamagedCheckpointError(CheckpointError):
 
 class StorageError(MegascaleError, OSError):
     """A storage refused, lost or damaged something. The command line exits with code 2."""
+
+
+class LinkError(MegascaleError, ConnectionError):
+    """The driver cannot be reached, refuses, or does not answer in time. The command line exits with code 2."""
 
 
 class CompileError(MegascaleError):

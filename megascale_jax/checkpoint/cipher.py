@@ -11,6 +11,9 @@ import secrets
 import stat
 from pathlib import Path
 
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
 from megascale_jax.errors import CheckpointError, DamagedCheckpointError, UsageError
 
 KEY_BYTES = 32
@@ -23,12 +26,8 @@ class Cipher:
     """Seals and opens blocks with the key of one file."""
 
     def __init__(self, key_file: str | Path):
-        """Raises UsageError when the file is no key, when others may read it, or when `cryptography` is not installed."""
-        try:
-            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-        except ImportError as error:
-            raise UsageError("encrypted checkpoints need the library `cryptography`: pip install 'megascale_jax[encryption]'") from error
-        key = _read_key(Path(key_file).expanduser())
+        """Raises UsageError when the file is no key, or when others may read it."""
+        key = read_key(Path(key_file).expanduser())
         self.key_id = hashlib.sha256(b"megascale_jax checkpoint key" + key).hexdigest()[:16]
         self._aead = AESGCM(key)
 
@@ -39,8 +38,6 @@ class Cipher:
 
     def open(self, sealed: bytes, place: str) -> bytes:
         """The inverse of `seal`. Raises DamagedCheckpointError when a bit is not as it was sealed for this place."""
-        from cryptography.exceptions import InvalidTag
-
         try:
             return self._aead.decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], place.encode())
         except (InvalidTag, ValueError) as error:
@@ -63,20 +60,30 @@ def cipher_for(key_id: str, key_file: str | Path | None, where: str) -> Cipher |
     return cipher
 
 
-def _read_key(path: Path) -> bytes:
+def read_private(path: Path, what: str, make: str) -> bytes:
+    """The content of a secret file. Raises UsageError when it cannot be read, or when others can; ``make``: how to come by one.
+
+    The group may read a file of root's: so secrets are mounted into containers that do not run as root.
+    """
     try:
-        mode, content = path.stat().st_mode, path.read_bytes()
+        status, content = path.stat(), path.read_bytes()
     except OSError as error:
-        raise UsageError(f"key file {path} cannot be read: {error.strerror}; make one with `openssl rand -hex 32`") from error
-    if stat.S_IMODE(mode) & 0o077:
-        raise UsageError(f"key file {path} can be read by others (mode {stat.S_IMODE(mode):o}); chmod 600 {path}")
+        raise UsageError(f"{what} {path} cannot be read: {error.strerror}; {make}") from error
+    mode = stat.S_IMODE(status.st_mode)
+    mounted = status.st_uid == 0 and os.getuid() != 0
+    if mode & (0o037 if mounted else 0o077):
+        raise UsageError(f"{what} {path} can be read by others (mode {mode:o}); chmod 600 {path}")
+    return content
+
+
+def read_key(path: Path, what: str = "key file", make: str = "make one with `openssl rand -hex 32`") -> bytes:
+    """The 32 bytes of a key file, raw or as hex digits. Raises UsageError when it is no key, or when others may read it."""
+    content = read_private(path, what, make)
     text = content.strip()
     try:
         key = bytes.fromhex(text.decode()) if len(text) == 2 * KEY_BYTES else content
     except ValueError:
         key = content
     if len(key) != KEY_BYTES:
-        raise UsageError(
-            f"key file {path} holds {len(content)} bytes; expected {KEY_BYTES}, or {2 * KEY_BYTES} hex digits: `openssl rand -hex 32`"
-        )
+        raise UsageError(f"{what} {path} holds {len(content)} bytes; expected {KEY_BYTES}, or {2 * KEY_BYTES} hex digits; {make}")
     return key

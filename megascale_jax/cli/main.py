@@ -8,8 +8,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from megascale_jax.cli import checkpoint, compare, compile, config, data, huggingface, keep, sample, schedule, train
-from megascale_jax.errors import CheckpointError, CompileError, StorageError, UsageError
+from megascale_jax.cli import certs, checkpoint, compare, compile, config, data, huggingface, keep, sample, schedule, train
+from megascale_jax.errors import CheckpointError, CompileError, LinkError, StorageError, UsageError
 
 app = typer.Typer(
     name="megascale",
@@ -36,6 +36,7 @@ checkpoint.app.command("export")(huggingface.export_model)
 checkpoint.app.command("import")(huggingface.import_model)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(config.app, name="config")
+app.add_typer(certs.app, name="certs")
 
 
 def main() -> None:
@@ -46,7 +47,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", module="orbax")
     try:
         app()
-    except (UsageError, CheckpointError, StorageError) as error:
+    except (UsageError, CheckpointError, StorageError, LinkError) as error:
         Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), str(error)))
         sys.exit(2)
     except CompileError as error:
