@@ -12,6 +12,9 @@ from typing import Protocol
 
 from megascale_jax.cluster.anomaly import Findings, NodeView, Watcher, odd_software
 from megascale_jax.cluster.backends.base import Backend
+from megascale_jax.cluster.diagnose.network import MOST_ROUNDS
+from megascale_jax.cluster.diagnose.nic import Baseline
+from megascale_jax.cluster.diagnose.request import Node
 from megascale_jax.cluster.examination import Examination
 from megascale_jax.cluster.journal import Journal
 from megascale_jax.cluster.lifecycle import ENDS, NodeStatus, Phase
@@ -167,6 +170,8 @@ class Driver:
             else:
                 continue
             self.beats.pop(name, None)
+            if self.examination is not None:
+                self.examination.lost(name)
             self.record(Lost(at_s=now, node=name, incarnation=node.incarnation, reason=reason, step=self.step))
 
     def _watch(self, now: float) -> None:
@@ -226,8 +231,10 @@ class Driver:
         assert incident is not None, "a job without an incident is not diagnosed"
         if self.examination is None:
             nodes = [name for name, node in self.state.nodes.items() if node.lost_at_s is None and node.status != NodeStatus.EVICTED]
-            addresses = {name: (self.state.nodes[name].address, self.state.nodes[name].ports) for name in nodes}
-            self.examination = Examination(self.state.attempt, incident, addresses, self.config.diagnose_s)
+            known = {
+                name: Node(address=self.state.nodes[name].address, ports=self.state.nodes[name].ports[-MOST_ROUNDS:]) for name in nodes
+            }
+            self.examination = Examination(self.state.attempt, incident, known, Baseline(), self.config.diagnose_s)
         if (result := self.examination.result(now)) is not None:
             self.record(result)
             self.examination = None

@@ -1,39 +1,76 @@
-"""A diagnosis as the driver conducts it: who checks what, until all have answered or the time is up; then a verdict (paper section 4.3)."""
+"""A diagnosis as the driver conducts it: who checks what, until nothing more can be learned; then a verdict (paper section 4.3).
 
-from collections.abc import Mapping
+First each node checks itself. When nobody knows which node it was, devices are measured too, and neighbours meet in pairs, round
+by round, until the one that is bad is told from those it was tried with.
+"""
 
+from collections.abc import Mapping, Sequence
+
+from pydantic import ValidationError
+
+from megascale_jax.cluster.diagnose.checks import GROUPS, PAIR, Outcome, alone
+from megascale_jax.cluster.diagnose.fleet import judge_all, no_answer, plan_round
+from megascale_jax.cluster.diagnose.nic import Baseline
+from megascale_jax.cluster.diagnose.request import Node, PairTask
 from megascale_jax.cluster.messages import Diagnosis, DiagnosisOrder
 from megascale_jax.cluster.state import Diagnosed, Incident
 
-QUICK = ("disk", "memory", "memory_errors", "shared_memory", "gpu_memory", "gpu_xid", "gpu_nvlink", "nic_link")
-"""After a process that died: what tells of a broken host within seconds."""
+QUICK = alone(("host", "gpu", "nic"))
+"""Without measuring: seconds. For an incident whose node is known."""
+FULL = alone(GROUPS)
+_ROUNDS = 100
+"""More than the rounds of one diagnosis; numbers of rounds are never used twice in a job."""
 
 
 class Examination:
-    """One round of checks on all nodes that can be reached."""
+    """One diagnosis of all nodes that can be reached."""
 
-    def __init__(self, attempt: int, incident: Incident, addresses: Mapping[str, tuple[str, tuple[int, ...]]], limit_s: float):
-        self._attempt, self._incident, self._nodes, self._limit_s = attempt, incident, dict(addresses), limit_s
-        self._heard: dict[str, Diagnosis] = {}
+    def __init__(self, attempt: int, incident: Incident, nodes: Mapping[str, Node], baseline: Baseline, limit_s: float):
+        """``limit_s``: of the whole, for the probes; that it ends is the driver's to see."""
+        self._attempt, self._nodes, self._baseline, self._limit_s = attempt, dict(nodes), baseline, limit_s
+        self._is_full = not incident.named
+        self._outcomes: dict[str, list[Outcome]] = {name: [] for name in nodes}
+        self._round = attempt * _ROUNDS
+        self._tasks: dict[str, PairTask] = {}
+        self._waiting = set(nodes)
 
     def order(self, name: str) -> DiagnosisOrder | None:
-        """What a node should check; ``None`` for one that came later."""
-        if name not in self._nodes:
+        """What a node should check now; ``None`` for one that has no part in it."""
+        if name not in self._waiting:
             return None
-        return DiagnosisOrder(round=self._attempt, checks=QUICK, limit_s=self._limit_s)
+        if self._tasks:
+            return DiagnosisOrder(round=self._round, checks=(PAIR,), limit_s=self._limit_s, pair=self._tasks[name])
+        return DiagnosisOrder(round=self._round, checks=FULL if self._is_full else QUICK, limit_s=self._limit_s)
 
     def heard(self, name: str, diagnosis: Diagnosis) -> None:
-        """A node's outcomes; those of another round are none of ours."""
-        if diagnosis.round == self._attempt and name in self._nodes:
-            self._heard[name] = diagnosis
+        """A node's outcomes; what is of another round, or is none, counts for nothing."""
+        if diagnosis.round != self._round or name not in self._waiting:
+            return
+        self._waiting.discard(name)
+        try:
+            self._outcomes[name] += [Outcome.model_validate(outcome, strict=False) for outcome in diagnosis.outcomes]
+        except ValidationError:
+            self._outcomes[name].append(no_answer(PAIR if self._tasks else QUICK[0], self._tasks.get(name), "its outcomes are no outcomes"))
+        if not self._waiting and self._is_full:
+            self._tasks = plan_round(self._nodes, self._outcomes, self._baseline)
+            self._waiting = set(self._tasks)
+            self._round += 1
+
+    def lost(self, name: str) -> None:
+        """A node went away meanwhile."""
+        if name in self._waiting:
+            checks: Sequence[str] = (PAIR,) if self._tasks else QUICK[:1]
+            outcomes = tuple(no_answer(check, self._tasks.get(name)).model_dump(mode="json") for check in checks)
+            self.heard(name, Diagnosis.model_validate({"round": self._round, "outcomes": outcomes}))
 
     def result(self, now_s: float) -> Diagnosed | None:
-        """The verdict once all have answered. Its time limit is the driver's."""
-        if len(self._heard) < len(self._nodes):
+        """The verdict once all have answered."""
+        if self._waiting:
             return None
+        verdict = judge_all(self._nodes, self._outcomes, self._baseline)
         bad: dict[str, str] = {}
-        for name, diagnosis in self._heard.items():
-            failed = [outcome for outcome in diagnosis.outcomes if outcome.get("status") == "fail"]
-            if failed:
-                bad[name] = "; ".join(f"{outcome['check']}: {outcome['reason']}" for outcome in failed)
-        return Diagnosed(at_s=now_s, attempt=self._attempt, bad=bad)
+        for finding in verdict.bad:
+            if finding.node:
+                bad[finding.node] = "; ".join(filter(None, (bad.get(finding.node), f"{finding.check}: {finding.reason}")))
+        findings = {finding.node: f"suspect: {finding.check}: {finding.reason}" for finding in verdict.suspects}
+        return Diagnosed(at_s=now_s, attempt=self._attempt, bad=bad, findings=findings)

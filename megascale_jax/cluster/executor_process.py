@@ -13,18 +13,20 @@ import platform
 import secrets
 import signal
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
 from megascale_jax.cluster.counters import HostCounters
+from megascale_jax.cluster.diagnose.request import Options
+from megascale_jax.cluster.diagnose.run import run_checks
 from megascale_jax.cluster.executor import Executor
 from megascale_jax.cluster.job import token_file
 from megascale_jax.cluster.link.client import LinkClient
 from megascale_jax.cluster.link.security import Security
-from megascale_jax.cluster.messages import Hello, ToNode
+from megascale_jax.cluster.messages import DiagnosisOrder, Hello, ToNode
 from megascale_jax.cluster.ports import free_ports
-from megascale_jax.cluster.probes import run_checks
 from megascale_jax.cluster.processes import TrainingProcesses
 from megascale_jax.errors import UsageError
 from megascale_jax.observe.provenance import library_versions
@@ -49,6 +51,12 @@ def software() -> dict[str, str]:
     if driver.is_file():
         versions["nvidia driver"] = driver.read_text().splitlines()[0]
     return versions
+
+
+def examine(order: DiagnosisOrder, folder: Path) -> list[Mapping[str, object]]:
+    """Run the checks of an order in probe processes; their outcomes as JSON values."""
+    options = Options(folders=(str(folder),), pair=order.pair)
+    return [outcome.model_dump(mode="json") for outcome in run_checks(order.checks, options, limit_s=order.limit_s)]
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -91,7 +99,7 @@ async def execute(options: argparse.Namespace) -> None:
         dict(os.environ) | environment,
         TrainingProcesses(options.folder),
         link,
-        lambda order: run_checks(order, options.folder),
+        lambda order: examine(order, options.folder),
         HostCounters(options.folder).read,
     )
     loop = asyncio.get_running_loop()

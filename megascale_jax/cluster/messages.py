@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+from megascale_jax.cluster.diagnose.request import PairTask
 from megascale_jax.cluster.reports import ProcessReport
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
@@ -78,7 +79,7 @@ class DiagnosisOrder(Message):
     round: int
     checks: tuple[str, ...]
     limit_s: float
-    pair: tuple[str, int, int] | None = Field(default=None, description="coordinator, rank and ranks of a test with a neighbour")
+    pair: PairTask | None = Field(default=None, description="this node's part of a test with a neighbour")
 
 
 class Desired(Message):
