@@ -30,7 +30,7 @@ from rich.progress import track
 from step_report import birth_certificate
 
 from megascale_jax.checkpoint.manifest import MANIFEST, Manifest, published_steps, read_manifest
-from megascale_jax.checkpoint.storage import Storage
+from megascale_jax.comm.storage import Storage
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST_PAUSE_S = 0.25

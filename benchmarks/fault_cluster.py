@@ -23,7 +23,7 @@ from megascale_jax.checkpoint.manifest import mark_damaged, published_steps, rea
 from megascale_jax.checkpoint.retention import Retention
 from megascale_jax.checkpoint.slot import SLOTS, Slot, SlotBlock, SlotIndex
 from megascale_jax.checkpoint.stage_two import Target
-from megascale_jax.checkpoint.storage import Storage
+from megascale_jax.comm.storage import Storage
 from megascale_jax.config.layout import Layout, round_up
 from megascale_jax.config.schema import ModelConfig, ParallelConfig
 from megascale_jax.errors import CheckpointError, DamagedCheckpointError

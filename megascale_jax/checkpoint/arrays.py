@@ -16,8 +16,8 @@ import tensorstore as ts
 
 from megascale_jax.checkpoint.cipher import Cipher, cipher_for
 from megascale_jax.checkpoint.manifest import Manifest
-from megascale_jax.checkpoint.storage import Storage, StorageError, wait, wait_all
 from megascale_jax.checkpoint.stored import Index, StoredArray
+from megascale_jax.comm.storage import Storage, StorageError, wait, wait_all
 from megascale_jax.errors import CheckpointError, DamagedCheckpointError
 
 BATCH_BYTES = 64 << 20

@@ -8,8 +8,8 @@ import numpy as np
 
 from megascale_jax.checkpoint.arrays import BlockReader
 from megascale_jax.checkpoint.manifest import DAMAGED, MANIFEST, Manifest, read_manifest
-from megascale_jax.checkpoint.storage import Storage
 from megascale_jax.checkpoint.stored import Index, Region, StoredArray, needed_chunks, overlap
+from megascale_jax.comm.storage import Storage
 from megascale_jax.errors import CheckpointError, DamagedCheckpointError
 
 Progress = Callable[[int, int], None]

@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megascale_jax.checkpoint.storage import Storage, StorageError
 from megascale_jax.checkpoint.stored import StoredArray
+from megascale_jax.comm.storage import Storage, StorageError
 from megascale_jax.errors import CheckpointError, DamagedCheckpointError
 
 FORMAT = 1

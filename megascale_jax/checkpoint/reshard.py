@@ -10,8 +10,8 @@ from megascale_jax.checkpoint.cipher import KEY_FILE
 from megascale_jax.checkpoint.grid import StateGrid
 from megascale_jax.checkpoint.inspect import assemble, chunk_region
 from megascale_jax.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from megascale_jax.checkpoint.storage import Storage
 from megascale_jax.checkpoint.stored import Index
+from megascale_jax.comm.storage import Storage
 from megascale_jax.errors import CheckpointError
 
 

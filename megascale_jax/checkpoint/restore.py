@@ -16,8 +16,8 @@ import numpy as np
 from megascale_jax.checkpoint.arrays import BlockReader
 from megascale_jax.checkpoint.grid import COUNTERS, STACK, StateGrid
 from megascale_jax.checkpoint.manifest import read_manifest
-from megascale_jax.checkpoint.storage import Storage
 from megascale_jax.checkpoint.stored import Index, Region, StoredArray, needed_chunks, overlap
+from megascale_jax.comm.storage import Storage
 from megascale_jax.errors import CheckpointError
 from megascale_jax.parallel.plan import Plan
 

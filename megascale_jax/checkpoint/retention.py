@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 
 from megascale_jax.checkpoint.manifest import DELETIONS, MANIFEST, Found, Manifest, scan
-from megascale_jax.checkpoint.storage import Storage
+from megascale_jax.comm.storage import Storage
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from megascale_jax.checkpoint.cipher import Cipher
 from megascale_jax.checkpoint.manifest import DAMAGED, DELETIONS, MANIFEST, Manifest, Part, read_manifest
 from megascale_jax.checkpoint.retention import Deletion, Retention, apply, delete, record
 from megascale_jax.checkpoint.slot import Slot, SlotIndex, owned_blocks
-from megascale_jax.checkpoint.storage import Storage
 from megascale_jax.checkpoint.upload import waiting
+from megascale_jax.comm.storage import Storage
 from megascale_jax.errors import CheckpointError
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0

@@ -33,9 +33,9 @@ from megascale_jax.checkpoint.retention import Retention
 from megascale_jax.checkpoint.slot import SlotIndex
 from megascale_jax.checkpoint.stage_one import SlotLayout
 from megascale_jax.checkpoint.stage_two import Target
-from megascale_jax.checkpoint.storage import Storage
 from megascale_jax.checkpoint.tiers import MemoryState, memory_states
 from megascale_jax.comm.agree import all_gather_json
+from megascale_jax.comm.storage import Storage
 from megascale_jax.config.schema import CheckpointConfig
 from megascale_jax.errors import CheckpointError, DamagedCheckpointError, MegascaleError
 from megascale_jax.parallel.plan import Plan

@@ -14,7 +14,7 @@ import fsspec
 import xxhash
 
 from megascale_jax.checkpoint.manifest import MANIFEST, UPLOADED, read_manifest, scan
-from megascale_jax.checkpoint.storage import Storage
+from megascale_jax.comm.storage import Storage
 
 _PIECE = 8 << 20
 

@@ -21,7 +21,7 @@ from megascale_jax.observe.progress import format_duration
 from megascale_jax.observe.report import check_json_path, write_json
 
 if TYPE_CHECKING:
-    from megascale_jax.checkpoint.storage import Storage
+    from megascale_jax.comm.storage import Storage
 
 app = typer.Typer(help="List, verify, compare and reshard the checkpoints of a run.", no_args_is_help=True)
 
@@ -34,10 +34,11 @@ JsonOption = Annotated[Path | None, typer.Option("--json", help="also write the 
 
 def storage_of(place: str) -> "Storage":
     """The storage that a place means. Raises UsageError when there is nothing."""
-    from megascale_jax.checkpoint.storage import REMOTE, Storage
+    from megascale_jax.comm.address import is_remote
+    from megascale_jax.comm.storage import Storage
     from megascale_jax.train.folder import CONFIG_FILE, RunFolder
 
-    if place.startswith(REMOTE):
+    if is_remote(place):
         return Storage(place)
     folder = Path(place)
     if (folder / CONFIG_FILE).is_file():
@@ -166,7 +167,7 @@ def reshard(
     from megascale_jax.checkpoint.grid import StateGrid
     from megascale_jax.checkpoint.manifest import read_manifest
     from megascale_jax.checkpoint.reshard import reshard as cut
-    from megascale_jax.checkpoint.storage import Storage
+    from megascale_jax.comm.storage import Storage
     from megascale_jax.config.layout import Layout
     from megascale_jax.model.parameters import parameter_specs
 

@@ -33,7 +33,7 @@ def prepare(
             help="Corpus: a text file, a JSONL or Parquet file, a folder of these, or `stdlib` (Python's own library, no download).",
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to make.")],
+    output: Annotated[str, typer.Option("--output", "-o", metavar="DIR", help="Folder to make, or s3://BUCKET/PATH, gs://BUCKET/PATH.")],
     sequence_length: Annotated[
         int, typer.Option("--sequence-length", metavar="N", help="Tokens of a training row; equal to model.sequence_length.")
     ] = 2048,
@@ -76,7 +76,7 @@ def prepare(
     _print(output, manifest)
 
 
-def _print(output: Path, manifest: "Manifest") -> None:
+def _print(output: str, manifest: "Manifest") -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -98,7 +98,7 @@ def _print(output: Path, manifest: "Manifest") -> None:
 
 @app.command()
 def inspect(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Prepared data.")],
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Prepared data: a folder, or s3://BUCKET/PATH, gs://BUCKET/PATH.")],
     rows: Annotated[int, typer.Option("--rows", metavar="N", min=0, help="Rows to show as text.")] = 3,
     split: Annotated[Literal["train", "held-out"], typer.Option("--split", help="Which split.")] = "train",
     json_path: Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Also write the result as JSON.")] = None,
@@ -133,7 +133,7 @@ def _print_rows(console: "Console", found: "Inspection") -> None:
         console.print()
 
 
-def _print_counts(console: "Console", folder: Path, split: str, found: "Inspection") -> None:
+def _print_counts(console: "Console", folder: str, split: str, found: "Inspection") -> None:
     from rich.table import Table
     from rich.text import Text
 

@@ -203,7 +203,9 @@ class ScheduleConfig(Section):
 class SourceConfig(Section):
     """One source of a mixture."""
 
-    prepared: str | None = Field(default=None, description="folder made by `megascale data prepare`; null: prepare `source` at start")
+    prepared: str | None = Field(
+        default=None, description="folder made by `megascale data prepare` (s3://, gs:// too); null: prepare `source` at start"
+    )
     source: str | None = Field(default=None, description="corpus to prepare, as train.data.source")
     weight: Annotated[float, Field(ge=0)] = Field(description="share of the rows, relative to the other sources; 0: none for now")
 
@@ -211,7 +213,9 @@ class SourceConfig(Section):
 class DataConfig(Section):
     """Where rows come from."""
 
-    prepared: str | None = Field(default=None, description="folder made by `megascale data prepare`; null: prepare `source` at start")
+    prepared: str | None = Field(
+        default=None, description="folder made by `megascale data prepare` (s3://, gs:// too); null: prepare `source` at start"
+    )
     source: str | None = Field(
         default=None, description="corpus to prepare: a file, a folder, or `stdlib` (Python's own library, no download)"
     )

@@ -4,7 +4,7 @@ Row ``(micro * data_size + index) * micro_batch_size + i`` of a global batch is 
 index, so the list of rows does not change with the data-parallel size. A batch that does not divide is a ``DataError``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,8 +28,11 @@ class Rows(Protocol):
         """Number of rows."""
         ...
 
-    def __getitem__(self, index: int) -> np.ndarray:
-        """Tokens of a row. Raises ``DataError`` for a damaged one."""
+    def begin(self, rows: Sequence[int]) -> Callable[[], list[np.ndarray]]:
+        """Ask for rows, all at once; the call waits for them and gives their tokens in this order.
+
+        Raises ``IndexError`` for a row that is not there; the call raises ``DataError`` for a damaged one.
+        """
         ...
 
 
@@ -104,7 +107,17 @@ def decode_rows(stored: Sequence[np.ndarray], sequence_length: int, end_of_docum
 
 def assemble(source: Rows, ids: np.ndarray, sequence_length: int, end_of_document: int) -> Batch:
     """Rows ``ids`` [m, R] of ``source`` as arrays [m, R, S]; an id past the end is a row of padding."""
-    nothing = np.empty(0, np.int32)
-    stored = [source[int(i)] if i < len(source) else nothing for i in ids.reshape(-1)]
-    decoded = decode_rows(stored, sequence_length, end_of_document)
-    return {name: array.reshape(*ids.shape, -1) for name, array in decoded.items()}
+    return begin_batch(source, ids, sequence_length, end_of_document)()
+
+
+def begin_batch(source: Rows, ids: np.ndarray, sequence_length: int, end_of_document: int) -> Callable[[], Batch]:
+    """Ask for the rows of `assemble`; the call waits for them."""
+    flat = ids.reshape(-1).tolist()
+    finish = source.begin([row for row in flat if row < len(source)])
+
+    def batch() -> Batch:
+        nothing, rows = np.empty(0, np.int32), iter(finish())
+        decoded = decode_rows([next(rows) if row < len(source) else nothing for row in flat], sequence_length, end_of_document)
+        return {name: array.reshape(*ids.shape, -1) for name, array in decoded.items()}
+
+    return batch

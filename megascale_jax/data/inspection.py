@@ -12,6 +12,7 @@ import numpy as np
 
 from megascale_jax.data.manifest import Split
 from megascale_jax.data.prepared import Prepared, stored_rows
+from megascale_jax.data.rows import in_order
 
 MAX_TOKENS = 1 << 26
 """Tokens that are counted at most (67 million): some seconds to a minute."""
@@ -90,8 +91,7 @@ def inspect(prepared: Prepared, split: Split, shown_rows: int, max_tokens: int =
     document_hashes: set[bytes] = set()
     shown: list[ShownRow] = []
     unfinished = hashlib.blake2b(digest_size=16)
-    for index in range(rows_read):
-        row = source[index]
+    for index, row in enumerate(in_order(source, rows_read)):
         row_hashes.add(hashlib.blake2b(row.tobytes(), digest_size=16).digest())
         inputs += len(row) - 1
         targets += int((row[:-1] != end).sum())

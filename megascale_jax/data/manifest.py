@@ -12,10 +12,12 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from megascale_jax.comm.address import is_remote
+from megascale_jax.data.files import Folder, open_files
 from megascale_jax.errors import DataError
 
 MANIFEST_FILE = "manifest.json"
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
 
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
@@ -41,7 +43,7 @@ class Request(_Record):
 class SplitCounts(_Record):
     """Size of one split."""
 
-    rows: int = Field(description="records, the last of which may be short")
+    rows: int = Field(description="rows, the last of which may be short")
     tokens: int = Field(description="tokens of the stream, one end-of-document per document included")
     documents: int = Field(description="documents")
 
@@ -55,8 +57,9 @@ class Manifest(_Record):
     tokenizer_digest: str = Field(description="tokenizer that made the rows")
     vocab_size: int = Field(description="token ids, end of document included")
     end_of_document: int = Field(description="id that ends each document")
-    sequence_length: int = Field(description="tokens of a training row (S); a record has S + 1")
-    dtype: Literal["uint16", "uint32"] = Field(description="little-endian type of a token in a record")
+    sequence_length: int = Field(description="tokens of a training row (S); a stored row has S + 1")
+    dtype: Literal["uint16", "uint32"] = Field(description="little-endian type of a stored token")
+    rows_per_file: int = Field(ge=1, description="rows of each file of a split but the last")
     train: SplitCounts = Field(description="size of the train split")
     held_out: SplitCounts = Field(description="size of the held-out split")
     skipped: dict[str, int] = Field(description="reason -> files or records left out")
@@ -70,10 +73,15 @@ class Manifest(_Record):
         """Counts of one split."""
         return self.train if split == "train" else self.held_out
 
+    @property
+    def rows_folder(self) -> str:
+        """Name of the folder of the rows; other rows have another name, so they are never taken for those of a former manifest."""
+        return rows_folder(self.digest)
 
-def record_file(folder: Path, split: Split) -> Path:
-    """The ArrayRecord file of a split."""
-    return folder / f"{split}.array_record"
+
+def rows_folder(digest: str) -> str:
+    """Name of the folder of the rows in a prepared folder, by the manifest's ``digest``."""
+    return f"rows-{digest[:12]}"
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -85,27 +93,32 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         os.fsync(file.fileno())
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Folder) -> Manifest:
     """The manifest of a complete prepared folder.
 
     Raises ``DataError`` when the folder or the manifest is missing, or was written by another version.
     """
     remedy = "Make one with `megascale data prepare SOURCE -o DIR --sequence-length N`."
-    if not folder.is_dir():
-        raise DataError(f"No prepared data at {folder}. {remedy}")
+    files = open_files(folder)
+    file = files.address(MANIFEST_FILE)
+    content = files.read(MANIFEST_FILE)
+    if content is None:
+        if not files.exists():
+            raise DataError(f"No prepared data at {folder}. {remedy}")
+        other = ", or there is no such bucket" if is_remote(folder) else ""
+        raise DataError(f"{folder} has no {MANIFEST_FILE}: it is no prepared data, or an unfinished one{other}. {remedy}")
     try:
-        values = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(f"{folder} has no {MANIFEST_FILE}: it is no prepared data, or an unfinished one. {remedy}") from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{folder / MANIFEST_FILE} cannot be read ({error}). Prepare the data again with --force.") from error
+        values = json.loads(content)
+    except ValueError as error:
+        raise DataError(f"{file} cannot be read ({error}). Prepare the data again with --force.") from error
     version = values.get("version") if isinstance(values, dict) else None
     if version != MANIFEST_VERSION:
-        raise DataError(f"{folder} has layout version {version}, this program reads {MANIFEST_VERSION}. Prepare the data again.")
+        raise DataError(
+            f"{folder} has layout version {version}, this program reads {MANIFEST_VERSION}. Prepare the data again with --force; "
+            "checkpoints of equal data go on with it."
+        )
     try:
         return Manifest.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        raise DataError(
-            f"{folder / MANIFEST_FILE} is damaged: {'.'.join(map(str, first['loc']))}: {first['msg']}. Prepare the data again."
-        ) from error
+        raise DataError(f"{file} is damaged: {'.'.join(map(str, first['loc']))}: {first['msg']}. Prepare the data again.") from error

@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from megascale_jax.comm.address import is_remote
 from megascale_jax.data.batch import Rows
+from megascale_jax.data.files import full_name
 from megascale_jax.data.manifest import Split
 from megascale_jax.data.order import MixtureOrder, Phase, RowOrder, SampleOrder
 from megascale_jax.data.prepared import Prepared, stored_rows
@@ -81,6 +83,11 @@ class TrainingData:
         """The same for bigram counts."""
         return self._mean("bigram_nats")
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether rows of one source or more come over a network."""
+        return any(is_remote(source.folder) for source in self.sources.values())
+
     def train_order(self, seed: int, shuffle: bool) -> SampleOrder:
         """The endless order of the rows of ``rows("train")``."""
         return make_order([(name, source.manifest.train.rows) for name, source in self.sources.items()], self.phases, seed, shuffle)
@@ -98,7 +105,7 @@ class TrainingData:
         """The train split as a JSON value, for a process that opens it with `open_request`."""
         return {
             "names": list(self.sources),
-            "folders": [str(source.folder.absolute()) for source in self.sources.values()],
+            "folders": [full_name(source.folder) for source in self.sources.values()],
             "digests": [source.manifest.digest for source in self.sources.values()],
             "phases": None if self.phases is None else [[phase.begin, list(phase.weights)] for phase in self.phases],
         }

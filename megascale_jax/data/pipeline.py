@@ -27,7 +27,7 @@ UNTOUCHED: Mapping[str, Any] = {"samples": 0}
 """State of a run that has taken no row yet, of whatever data."""
 
 _READ_THREADS = 1
-"""Assembling holds the interpreter lock most of the time: a second thread costs CPU time and brings none."""
+"""Assembling holds the interpreter lock most of the time: a second thread costs CPU time and brings none, unless it waits for a network."""
 
 _BATCHES_AHEAD = 3
 _PROBED_IDS = 4
@@ -177,7 +177,8 @@ class TrainIterator(BatchIterator):
             ids = self._order.ids(start + step * self._layout.global_batch_size + self._offsets)
             return assemble(self._rows, ids, self._data.sequence_length, self._data.end_of_document)
 
-        options = grain.ReadOptions(num_threads=_READ_THREADS, prefetch_buffer_size=_BATCHES_AHEAD)
+        threads = _BATCHES_AHEAD if self._data.is_remote else _READ_THREADS
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=_BATCHES_AHEAD)
         return iter(grain.MapDataset.range(_ENDLESS).map(assemble_step).to_iter_dataset(options))
 
 

@@ -4,16 +4,15 @@
 2. The splits are chosen (``split.py``), with the exact token counts at hand.
 3. Each split's documents, one after the other and each ended by ``end_of_document``, are one stream, which is cut into
    rows (``rows.py``) and counted (``baseline.py``) piece by piece.
-4. ``manifest.json`` is written last, and the folder gets its name by one rename.
+4. ``manifest.json`` is written last, and the folder is published in one step.
 
-All of that happens in a hidden folder beside the output. Whatever fails, fails before the rename: the output is complete
-or absent, and the hidden folder is removed (only a killed process leaves it behind). An existing output is returned when
-it was made from an equal request, replaced when ``force`` is set and it is prepared data, and otherwise a ``DataError``.
+All of that happens in a hidden folder beside the output, for an object store in one for temporary files (`publish.py`). Whatever
+fails, fails before the last step: the output is complete or absent, and the folder is removed (only a killed process leaves it
+behind). An existing output is returned when it was made from an equal request, replaced when ``force`` is set and it is
+prepared data, and otherwise a ``DataError``.
 """
 
 import hashlib
-import secrets
-import shutil
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,20 +21,21 @@ from pathlib import Path
 
 import numpy as np
 
+from megascale_jax.comm.address import is_remote
 from megascale_jax.data import baseline, rows, split
+from megascale_jax.data.files import Folder
 from megascale_jax.data.manifest import (
-    MANIFEST_FILE,
     MANIFEST_VERSION,
     SPLITS,
     Manifest,
     Request,
     Split,
     SplitCounts,
-    read_manifest,
-    record_file,
+    rows_folder,
     write_manifest,
 )
 from megascale_jax.data.progress import ByteProgress
+from megascale_jax.data.publish import open_output
 from megascale_jax.data.source import STDLIB, Corpus, Document, open_corpus
 from megascale_jax.data.tokenizer import BYTES, Tokenizer, check_bpe_size, load_tokenizer, train_bpe
 from megascale_jax.errors import DataError
@@ -43,6 +43,8 @@ from megascale_jax.errors import DataError
 _PIECE_TOKENS = 1 << 20
 _DOCUMENTS_AT_ONCE = 256
 _TOKENS_FILE = "tokens.bin"
+_DIGEST_VERSION = 1
+"""Of what goes into the digest, not of the layout: equal data prepared again goes on with the checkpoints that it had before."""
 
 
 @dataclass
@@ -76,7 +78,7 @@ class _TokenFile:
 
 def prepare(
     source: str,
-    output: Path,
+    output: Folder,
     *,
     sequence_length: int,
     tokenizer: str = BYTES,
@@ -90,6 +92,7 @@ def prepare(
     """Make the prepared folder ``output`` and return its manifest; a document must fit in memory, the corpus need not.
 
     Args:
+        output: a folder, or ``s3://BUCKET/PATH``, ``gs://BUCKET/PATH``.
         source: a text, JSONL or Parquet file, a folder of these, or ``stdlib``.
         sequence_length: tokens of a training row (S); records have S + 1.
         tokenizer: ``bytes`` or a Hugging Face ``tokenizers`` JSON file.
@@ -115,21 +118,21 @@ def prepare(
         held_out_fraction=held_out_fraction,
         seed=seed,
     )
-    output = output.expanduser().absolute()
-    if source != STDLIB and output.resolve().is_relative_to(Path(source).expanduser().resolve()):
+    place = open_output(output)
+    if source != STDLIB and not is_remote(output) and _full(output).is_relative_to(_full(source)):
         raise DataError(f"The output {output} lies in the corpus {source}, and would be read as text next time. Give a folder outside.")
-    finished = _existing(output, request, force)
+    finished = place.existing(request, force)
     if finished is not None:
         return finished
     try:
-        staging = _staging_folder(output)
-        try:
-            manifest = _fill(staging, corpus, request, loaded, progress)
-            return _publish(staging, output, manifest, force)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+        with place.staging() as staging:
+            return place.publish(staging, _fill(staging, corpus, request, loaded, progress), force)
     except OSError as error:
         raise DataError(f"{output} cannot be written: {error}. Free space there, or give another folder.") from error
+
+
+def _full(folder: Folder) -> Path:
+    return Path(folder).expanduser().resolve()
 
 
 def _check_request(sequence_length: int, tokenizer: str, train_bpe_vocab: int | None, held_out_fraction: float, seed: int) -> None:
@@ -145,34 +148,6 @@ def _check_request(sequence_length: int, tokenizer: str, train_bpe_vocab: int | 
             raise DataError(f"Either use the tokenizer {tokenizer!r} or train a BPE of {train_bpe_vocab} ids, not both.")
 
 
-def _existing(output: Path, request: Request, force: bool) -> Manifest | None:
-    """The finished manifest of an equal request, or None when ``output`` may be written. Raises ``DataError`` otherwise."""
-    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
-        return None
-    if not (output / MANIFEST_FILE).is_file():
-        raise DataError(f"{output} exists and is no prepared data, so it is not overwritten. Give a new folder.")
-    try:
-        manifest = read_manifest(output)
-    except DataError:
-        if force:
-            return None
-        raise
-    if manifest.request == request and all(record_file(output, name).is_file() for name in SPLITS):
-        return manifest
-    if force:
-        return None
-    made, asked = manifest.request.model_dump(), request.model_dump()
-    different = ", ".join(f"{key} {made[key]} (now {asked[key]})" for key in asked if made[key] != asked[key]) or "a row file is missing"
-    raise DataError(f"{output} was prepared from another request: {different}. Give a new folder, or replace it with --force.")
-
-
-def _staging_folder(output: Path) -> Path:
-    """A new hidden folder on the output's file system; nothing else is created before the corpus has proved good."""
-    staging = _hidden_name(output, next(folder for folder in output.parents if folder.exists()), "partial")
-    staging.mkdir()
-    return staging
-
-
 def _fill(staging: Path, corpus: Corpus, request: Request, tokenizer: Tokenizer | None, progress: bool) -> Manifest:
     """Write the rows, the tokenizer and the manifest into ``staging``."""
     if tokenizer is None:
@@ -185,19 +160,24 @@ def _fill(staging: Path, corpus: Corpus, request: Request, tokenizer: Tokenizer 
         held_out = np.array([False, True])
     held_out = split.fill_both_splits(held_out, hashes, lengths, request.sequence_length)
 
-    digest = hashlib.sha256(f"{MANIFEST_VERSION} {request.sequence_length} {stored.dtype.str} {tokenizer.digest}".encode())
+    digest = hashlib.sha256(f"{_DIGEST_VERSION} {request.sequence_length} {stored.dtype.str} {tokenizer.digest}".encode())
+    rows_per_file = rows.RowLayout.default_rows_per_file(request.sequence_length, stored.dtype)
+    written = staging / "rows"
+    written.mkdir()
     counts: dict[Split, SplitCounts] = {}
     pairs: dict[Split, baseline.PairCounts] = {}
     with ByteProgress("writing rows", stored.path.stat().st_size, progress) as bar:
         for name in SPLITS:
             chosen = held_out if name == "held_out" else ~held_out
             digest.update(name.encode())
-            writer = rows.RowWriter(record_file(staging, name), request.sequence_length, stored.dtype, digest)
             num_tokens = int(lengths[chosen].sum())
+            layout = rows.RowLayout(num_tokens, request.sequence_length, stored.dtype, rows_per_file)
+            writer = rows.RowWriter(written, name, layout, digest)
             max_tokens = baseline.MAX_TRAIN_TOKENS if name == "train" else num_tokens
             pairs[name] = _write_stream(writer, stored.stream(chosen), num_tokens, max_tokens, tokenizer, bar)
             counts[name] = SplitCounts(rows=writer.num_rows, tokens=num_tokens, documents=int(chosen.sum()))
     stored.path.unlink()
+    written.rename(staging / rows_folder(digest.hexdigest()))
     scores = baseline.cross_entropies(pairs["train"], pairs["held_out"])
     manifest = Manifest(
         version=MANIFEST_VERSION,
@@ -208,6 +188,7 @@ def _fill(staging: Path, corpus: Corpus, request: Request, tokenizer: Tokenizer 
         end_of_document=tokenizer.end_of_document,
         sequence_length=request.sequence_length,
         dtype="uint16" if stored.dtype.itemsize == 2 else "uint32",
+        rows_per_file=rows_per_file,
         train=counts["train"],
         held_out=counts["held_out"],
         skipped=dict(corpus.skipped),
@@ -274,26 +255,3 @@ def _tokenize(path: Path, corpus: Corpus, request: Request, tokenizer: Tokenizer
     if not stored.lengths:
         raise DataError(f"{corpus.source}: the tokenizer turned every document into no token. Use another tokenizer.")
     return stored
-
-
-def _publish(staging: Path, output: Path, manifest: Manifest, force: bool) -> Manifest:
-    """Give the finished folder its name in one step; another process may have been faster with an equal one."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    replaced = _hidden_name(output, output.parent, "replaced")
-    if force and (output / MANIFEST_FILE).is_file():
-        output.rename(replaced)
-    try:
-        staging.rename(output)
-    except OSError:
-        if replaced.exists():
-            replaced.rename(output)
-        finished = _existing(output, manifest.request, force=False)
-        if finished is None:
-            raise
-        return finished
-    shutil.rmtree(replaced, ignore_errors=True)
-    return manifest
-
-
-def _hidden_name(output: Path, parent: Path, purpose: str) -> Path:
-    return parent / f".{output.name}.{purpose}-{secrets.token_hex(4)}"

@@ -1,29 +1,36 @@
-"""Fixed-length rows of a token stream in ArrayRecord files.
+"""Fixed-length rows of a token stream, in files of records that all have one size.
 
 A stream of T tokens becomes rows of S + 1 tokens with stride S: a row's last token is the next row's first, so each token
 but the very first is the target of exactly one position. The last row may be short; it is stored as it is and padded when
-it is loaded. A record is the row's tokens, little-endian, nothing else.
+it is loaded. A record is the row's tokens, little-endian, and the XXH3-64 of these bytes, seeded by the row's number: a flipped bit,
+another row in its place or the wrong file is a ``DataError`` when the row is read.
 
-Reading is by range, never by list of indices: the reader's cost of a list grows with the number of record groups in the
-file (0.4 ms a row at 100,000 groups), that of a range does not. A file whose record count or bytes are not as the manifest
-says is a ``DataError`` at opening or at the first damaged row.
+Where a row lies is arithmetic. So a row of an object store is one request of just its bytes, without an index that would have to be
+fetched and kept, and a row on a disk is one ``pread``. Rows that follow each other are asked for together. A split has several files,
+because object stores take an object of this size in one request, and tools copy several at once.
 """
 
 import os
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
+import xxhash
 
 from megascale_jax.data.batch import Rows
+from megascale_jax.data.files import Files
 from megascale_jax.errors import DataError
 
-_GROUP_BYTES = 16 * 1024
-"""One disk read fetches a group of rows of about this size; larger groups would read more than a random row needs."""
+FILE_BYTES = 1 << 28
+"""Size of a file, about."""
+
+_CHECKSUM_BYTES = 8
+_REQUEST_BYTES = 1 << 22
+"""Rows that follow each other are asked for in pieces of this size at most."""
+_ROWS_IN_ORDER = 1024
 
 
 class Hash(Protocol):
@@ -43,83 +50,147 @@ def count_rows(num_tokens: int, sequence_length: int) -> int:
     return -(-max(0, num_tokens - 1) // sequence_length)
 
 
-class RowWriter:
-    """Cuts a stream, given piece by piece, into rows of one ArrayRecord file."""
+@dataclass(frozen=True)
+class RowLayout:
+    """Where the rows of a stream lie."""
 
-    def __init__(self, path: Path, sequence_length: int, dtype: np.dtype, digest: Hash):
+    num_tokens: int
+    sequence_length: int
+    dtype: np.dtype
+    rows_per_file: int
+
+    @staticmethod
+    def default_rows_per_file(sequence_length: int, dtype: np.dtype) -> int:
+        """Rows of a file of about ``FILE_BYTES``."""
+        return max(1, FILE_BYTES // _record_bytes(sequence_length + 1, dtype))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the stream."""
+        return count_rows(self.num_tokens, self.sequence_length)
+
+    def row_tokens(self, row: int) -> int:
+        """Tokens of a row: S + 1, fewer in the last one."""
+        return min(self.sequence_length + 1, self.num_tokens - row * self.sequence_length)
+
+    def place(self, first: int, count: int) -> tuple[int, int, int]:
+        """File, begin and end in bytes of ``count`` rows of one file from row ``first`` on."""
+        file, row = divmod(first, self.rows_per_file)
+        full = _record_bytes(self.sequence_length + 1, self.dtype)
+        last = _record_bytes(self.row_tokens(first + count - 1), self.dtype)
+        return file, row * full, (row + count - 1) * full + last
+
+    def sizes(self) -> list[int]:
+        """Bytes of each file."""
+        starts = range(0, self.num_rows, self.rows_per_file)
+        return [self.place(start, min(self.rows_per_file, self.num_rows - start))[2] for start in starts]
+
+    def runs(self, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """``rows``, in their order, as (first, count) of rows that follow each other in one file, of ``_REQUEST_BYTES`` at most."""
+        longest = max(1, _REQUEST_BYTES // _record_bytes(self.sequence_length + 1, self.dtype))
+        first, count = -1, 0
+        for row in rows:
+            if count and row == first + count and count < longest and row % self.rows_per_file:
+                count += 1
+                continue
+            if count:
+                yield first, count
+            first, count = row, 1
+        if count:
+            yield first, count
+
+
+def file_name(folder: str, split: str, number: int) -> str:
+    """Name of file ``number`` of a split, in the folder of the rows."""
+    return f"{folder}/{split}-{number:05}.rows"
+
+
+class RowWriter:
+    """Cuts a stream, given piece by piece, into rows in the files ``SPLIT-00000.rows``, ... of a folder."""
+
+    def __init__(self, folder: Path, split: str, layout: RowLayout, digest: Hash):
         """Every token of the stream also goes into ``digest``, in stored form."""
-        row_bytes = (sequence_length + 1) * dtype.itemsize
-        self._writer = ArrayRecordWriter(str(path), f"group_size:{max(1, _GROUP_BYTES // row_bytes)},uncompressed")
-        self._path = path
-        self._sequence_length = sequence_length
-        self._digest = digest
-        self._rest = np.empty(0, dtype)
+        self._folder, self._split, self._layout, self._digest = folder, split, layout, digest
+        self._rest = np.empty(0, layout.dtype)
+        self._file = None
         self.num_rows = 0
 
     def add(self, tokens: np.ndarray) -> None:
-        """Append ``tokens`` (1-D, of the writer's dtype) to the stream; full rows are written. Raises ``OSError`` when that fails."""
+        """Append ``tokens`` (1-D, of the layout's dtype) to the stream; full rows are written. Raises ``OSError`` when that fails."""
         self._digest.update(tokens.tobytes())
-        stream = np.concatenate([self._rest, tokens])
-        rows = max(0, len(stream) - 1) // self._sequence_length
-        if rows:
-            taken = stream[: rows * self._sequence_length + 1]
-            windows = np.lib.stride_tricks.sliding_window_view(taken, self._sequence_length + 1)
-            for row in windows[:: self._sequence_length]:
-                self._write(row)
-        self._rest = stream[rows * self._sequence_length :]
+        stream, length = np.concatenate([self._rest, tokens]), self._layout.sequence_length
+        rows = max(0, len(stream) - 1) // length
+        for begin in range(0, rows * length, length):
+            self._write(stream[begin : begin + length + 1])
+        self._rest = stream[rows * length :]
 
     def close(self) -> None:
         """Write the short last row, if there is one, and flush the file to the disk. Raises ``OSError`` when that fails."""
         if len(self._rest) > 1:
             self._write(self._rest)
-        try:
-            self._writer.close()
-        except RuntimeError as error:
-            raise OSError(str(error)) from error
-        descriptor = os.open(self._path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        self._rest = self._rest[:0]
+        self._close_file()
 
     def _write(self, row: np.ndarray) -> None:
-        try:
-            self._writer.write(row.tobytes())
-        except RuntimeError as error:  # the library's word for a full disk, among others
-            raise OSError(str(error)) from error
+        if self.num_rows % self._layout.rows_per_file == 0:
+            self._close_file()
+            name = file_name(self._folder.name, self._split, self.num_rows // self._layout.rows_per_file)
+            self._file = (self._folder.parent / name).open("wb")
+        assert self._file is not None
+        content = row.tobytes()
+        self._file.write(content)
+        self._file.write(_checksum(content, self.num_rows))
         self.num_rows += 1
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            with self._file as file:
+                file.flush()
+                os.fsync(file.fileno())
+            self._file = None
 
 
 class RowSource:
-    """Random access to the rows of one file; safe to read from several threads."""
+    """Random access to the rows of one split; safe to read from several threads."""
 
-    def __init__(self, path: Path, num_rows: int, dtype: np.dtype):
-        """Raises ``DataError`` when the file is missing, damaged, or has another number of rows."""
-        self._path = path
-        self._dtype = dtype
-        if not path.is_file():
-            raise DataError(f"{path} is missing. Prepare the data again with --force.")
-        try:
-            self._reader = ArrayRecordReader(str(path), "readahead_buffer_size:0,max_parallelism:0")
-            found = self._reader.num_records()
-        except (ValueError, RuntimeError) as error:
-            raise DataError(f"{path} cannot be opened ({error}). Prepare the data again with --force.") from error
-        if found != num_rows:
-            raise DataError(f"{path} has {found} rows, its manifest says {num_rows}: it is damaged. Prepare the data again with --force.")
-        self._num_rows = num_rows
+    def __init__(self, files: Files, folder: str, split: str, layout: RowLayout):
+        """``folder``: that of the rows, in ``files``. Raises ``DataError`` when a file is missing or has another size."""
+        self._files, self._layout = files, layout
+        sizes = layout.sizes()
+        self._names = [file_name(folder, split, number) for number in range(len(sizes))]
+        files.check(dict(zip(self._names, sizes, strict=True)))
 
     def __len__(self) -> int:
-        return self._num_rows
+        return self._layout.num_rows
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Tokens of row ``index``: 1-D, at most S + 1, in the stored dtype. Raises ``DataError`` for a damaged row."""
-        if not 0 <= index < self._num_rows:
-            raise IndexError(f"row {index} of {self._num_rows}")
-        try:
-            record = self._reader.read(index, index + 1)[0]
-        except (ValueError, RuntimeError, IndexError) as error:
-            raise DataError(f"Row {index} of {self._path} is damaged ({error}). Prepare the data again with --force.") from error
-        return np.frombuffer(record, self._dtype)
+        """Tokens of row ``index``. Raises ``DataError`` for a damaged row."""
+        return self.begin([index])()[0]
+
+    def begin(self, rows: Sequence[int]) -> Callable[[], list[np.ndarray]]:
+        """See `Rows.begin`; the tokens are in the stored dtype."""
+        for row in rows:
+            if not 0 <= row < len(self):
+                raise IndexError(f"row {row} of {len(self)}")
+        asked = []
+        for first, count in self._layout.runs(rows):
+            file, begin, end = self._layout.place(first, count)
+            asked.append((first, count, self._files.begin(self._names[file], begin, end)))
+        return lambda: [row for first, count, content in asked for row in self._rows(first, count, content())]
+
+    def _rows(self, first: int, count: int, content: bytes) -> Iterator[np.ndarray]:
+        start = 0
+        for row in range(first, first + count):
+            tokens = self._layout.row_tokens(row)
+            end = start + tokens * self._layout.dtype.itemsize
+            if content[end : end + _CHECKSUM_BYTES] != _checksum(memoryview(content)[start:end], row):
+                address = self._files.address(self._names[row // self._layout.rows_per_file])
+                raise DataError(
+                    f"Row {row} of {address} is damaged (its checksum is wrong). "
+                    "Copy the file again, or prepare the data again with --force."
+                )
+            yield np.frombuffer(content, self._layout.dtype, tokens, start)
+            start = end + _CHECKSUM_BYTES
 
 
 class JoinedRows:
@@ -127,14 +198,47 @@ class JoinedRows:
 
     def __init__(self, parts: Sequence[Rows]):
         self._parts = parts
-        self._begins = [0, *accumulate(len(part) for part in parts)]
+        self._begins = np.array([0, *accumulate(len(part) for part in parts)])
 
     def __len__(self) -> int:
-        return self._begins[-1]
+        return int(self._begins[-1])
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Tokens of row ``index``. Raises ``DataError`` for a damaged row."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        part = bisect_right(self._begins, index) - 1
-        return self._parts[part][index - self._begins[part]]
+        return self.begin([index])()[0]
+
+    def begin(self, rows: Sequence[int]) -> Callable[[], list[np.ndarray]]:
+        """See `Rows.begin`."""
+        wanted = np.asarray(rows, np.int64)
+        if len(wanted) and not 0 <= wanted.min() <= wanted.max() < len(self):
+            raise IndexError(f"rows {wanted.min()} to {wanted.max()} of {len(self)}")
+        part_of = np.searchsorted(self._begins, wanted, side="right") - 1
+        asked = []
+        for part in np.unique(part_of):
+            places = np.flatnonzero(part_of == part)
+            asked.append((places.tolist(), self._parts[part].begin((wanted[places] - self._begins[part]).tolist())))
+
+        def read() -> list[np.ndarray]:
+            found = {place: row for places, finish in asked for place, row in zip(places, finish(), strict=True)}
+            return [found[place] for place in range(len(wanted))]
+
+        return read
+
+
+def in_order(rows: Rows, count: int) -> Iterator[np.ndarray]:
+    """The first ``count`` rows, read some hundred at a time, one piece ahead. Raises ``DataError`` for a damaged row."""
+    pieces = [range(begin, min(begin + _ROWS_IN_ORDER, count)) for begin in range(0, count, _ROWS_IN_ORDER)]
+    begun = [rows.begin(piece) for piece in pieces[:1]]
+    for after in [*pieces[1:], None]:
+        if after is not None:
+            begun.append(rows.begin(after))
+        if begun:
+            yield from begun.pop(0)()
+
+
+def _record_bytes(tokens: int, dtype: np.dtype) -> int:
+    return tokens * dtype.itemsize + _CHECKSUM_BYTES
+
+
+def _checksum(content: bytes | memoryview, row: int) -> bytes:
+    return xxhash.xxh3_64_digest(content, seed=row)

@@ -14,7 +14,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from megascale_jax.comm.address import is_remote
 from megascale_jax.config.schema import DataConfig, Experiment
+from megascale_jax.data.files import Folder
 from megascale_jax.data.manifest import MANIFEST_FILE, MANIFEST_VERSION, read_manifest
 from megascale_jax.data.mixture import TrainingData, as_training_data, make_phases
 from megascale_jax.data.prepare import prepare
@@ -33,16 +35,16 @@ def prepare_if_missing(
     cache_root: Path,
     progress: bool,
     lock_timeout_s: float = DEFAULT_LOCK_TIMEOUT_S,
-) -> Path:
+) -> Folder:
     """The prepared folder for ``train.data``: ``prepared`` itself, or ``source`` prepared under ``cache_root``.
 
     Raises ``DataError`` when both are null, when the folder is no complete prepared data, when the corpus is unusable, or
     after ``lock_timeout_s`` seconds of waiting.
     """
     if data_config.prepared is not None:
-        folder = Path(data_config.prepared).expanduser()
-        read_manifest(folder)
-        return folder
+        named = data_config.prepared if is_remote(data_config.prepared) else Path(data_config.prepared).expanduser()
+        read_manifest(named)
+        return named
     if data_config.source is None:
         raise DataError("No data: set train.data.prepared=FOLDER (see `megascale data prepare --help`), or train.data.source=CORPUS.")
     folder = cache_root.expanduser() / prepared_name(data_config.source, data_config.tokenizer, sequence_length)

@@ -130,17 +130,22 @@ def load_tokenizer(spec: str, folder: Path | None = None) -> Tokenizer:
     """
     if spec == BYTES:
         return ByteTokenizer()
-    from tokenizers import Tokenizer as Pipeline
-
     path = Path(spec).expanduser() if folder is None else folder / spec
     if not path.is_file():
         raise DataError(f"No tokenizer at {str(path)!r}. Expected {BYTES!r} or a Hugging Face tokenizers JSON file.")
+    return tokenizer_from_json(path.read_bytes(), str(path))
+
+
+def tokenizer_from_json(content: bytes, name: str) -> Tokenizer:
+    """The tokenizer of a ``tokenizers`` JSON file. Raises ``DataError`` with its ``name`` when it is none, or has no token."""
+    from tokenizers import Tokenizer as Pipeline
+
     try:
-        tokenizer = FileTokenizer(Pipeline.from_str(path.read_text(encoding="utf-8")))
+        tokenizer = FileTokenizer(Pipeline.from_str(content.decode()))
     except Exception as error:  # the library raises bare Exception for a bad file
-        raise DataError(f"{path} is no Hugging Face tokenizers JSON file ({error}). Expected what `Tokenizer.save` writes.") from error
+        raise DataError(f"{name} is no Hugging Face tokenizers JSON file ({error}). Expected what `Tokenizer.save` writes.") from error
     if tokenizer.vocab_size < 2:
-        raise DataError(f"{path} has an empty vocabulary. Expected a trained tokenizer.")
+        raise DataError(f"{name} has an empty vocabulary. Expected a trained tokenizer.")
     return tokenizer
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from megascale_jax.checkpoint.manifest import newest_good, read_manifest
-from megascale_jax.checkpoint.storage import Storage
+from megascale_jax.comm.storage import Storage
 from megascale_jax.config.checks import difference_blocks_resume
 from megascale_jax.config.cluster import JOB_FOLDER
 from megascale_jax.config.load import differences, dump_yaml, read_resolved

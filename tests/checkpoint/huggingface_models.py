@@ -12,7 +12,7 @@ from megascale_jax.checkpoint.huggingface.transfer import check_tensors, export_
 from megascale_jax.checkpoint.inspect import whole_arrays
 from megascale_jax.checkpoint.manifest import read_manifest
 from megascale_jax.checkpoint.restore import load_arrays
-from megascale_jax.checkpoint.storage import Storage
+from megascale_jax.comm.storage import Storage
 from megascale_jax.config.schema import Experiment
 from megascale_jax.model.branch import Rows
 from megascale_jax.parallel.plan import make_plan

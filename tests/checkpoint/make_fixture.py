@@ -13,7 +13,7 @@ import numpy as np
 
 from megascale_jax.checkpoint.inspect import whole_arrays
 from megascale_jax.checkpoint.manifest import FORMAT
-from megascale_jax.checkpoint.storage import Storage
+from megascale_jax.comm.storage import Storage
 from tests.checkpoint.states import plan, published
 
 FIXTURES = Path(__file__).parent / "fixtures"

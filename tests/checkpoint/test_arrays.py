@@ -10,7 +10,7 @@ import pytest
 
 from megascale_jax.checkpoint.arrays import BlockReader
 from megascale_jax.checkpoint.manifest import MANIFEST, Manifest, newest_good, published_steps, read_manifest, scan
-from megascale_jax.checkpoint.storage import Storage
+from megascale_jax.comm.storage import Storage
 from megascale_jax.errors import CheckpointError, DamagedCheckpointError
 from tests.build import logical
 from tests.checkpoint.states import plan, published, random_state

@@ -7,8 +7,8 @@ from megascale_jax.checkpoint.arrays import BlockReader
 from megascale_jax.checkpoint.cipher import Cipher, cipher_for
 from megascale_jax.checkpoint.manifest import published_steps, read_manifest
 from megascale_jax.checkpoint.restore import load_arrays
-from megascale_jax.checkpoint.storage import Storage
 from megascale_jax.checkpoint.two_stage import CheckpointStore
+from megascale_jax.comm.storage import Storage
 from megascale_jax.config.schema import CheckpointConfig
 from megascale_jax.errors import CheckpointError, DamagedCheckpointError, UsageError
 from tests.checkpoint.states import check_state, plan, random_state

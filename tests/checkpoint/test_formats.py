@@ -7,7 +7,7 @@ import pytest
 from megascale_jax.checkpoint.inspect import verify
 from megascale_jax.checkpoint.manifest import FORMAT, read_manifest
 from megascale_jax.checkpoint.restore import load_arrays
-from megascale_jax.checkpoint.storage import Storage
+from megascale_jax.comm.storage import Storage
 from megascale_jax.config.schema import Experiment
 from tests.checkpoint.make_fixture import FIXTURES, MODEL, STEP, digests
 from tests.checkpoint.states import plan

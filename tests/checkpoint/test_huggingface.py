@@ -12,7 +12,7 @@ from megascale_jax.checkpoint.huggingface.files import INDEX, TensorFolder, read
 from megascale_jax.checkpoint.huggingface.settings import choose, from_settings, to_settings
 from megascale_jax.checkpoint.huggingface.transfer import check_tensors
 from megascale_jax.checkpoint.inspect import verify, whole_arrays
-from megascale_jax.checkpoint.storage import Storage
+from megascale_jax.comm.storage import Storage
 from megascale_jax.errors import CheckpointError, UsageError
 from tests.build import experiment
 from tests.checkpoint.huggingface_models import (

@@ -5,7 +5,7 @@ import pytest
 
 from megascale_jax.checkpoint.restore import Shards, grid_of, load_arrays, read_plain
 from megascale_jax.checkpoint.slot import SlotReader, checksums
-from megascale_jax.checkpoint.storage import Storage
+from megascale_jax.comm.storage import Storage
 from megascale_jax.errors import CheckpointError
 from tests.checkpoint.states import check_state, filled_slot, plan, published
 

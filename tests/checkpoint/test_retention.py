@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megascale_jax.checkpoint.manifest import Found, Manifest, mark_damaged, published_steps
 from megascale_jax.checkpoint.retention import Retention, apply, decide
-from megascale_jax.checkpoint.storage import Storage
+from megascale_jax.comm.storage import Storage
 from tests.checkpoint.states import plan, published
 
 HOUR = 3600.0

@@ -3,11 +3,11 @@
 import pytest
 
 from megascale_jax.checkpoint.manifest import published_steps, read_manifest
-from megascale_jax.checkpoint.storage import Storage, StorageError
 from megascale_jax.checkpoint.two_stage import CheckpointStore
+from megascale_jax.comm.storage import Storage, StorageError
 from megascale_jax.config.schema import CheckpointConfig
-from tests.checkpoint.fake_s3 import fake_s3
 from tests.checkpoint.states import check_state, plan, random_state
+from tests.fake_s3 import fake_s3
 
 
 @pytest.fixture

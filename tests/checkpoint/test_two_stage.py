@@ -220,7 +220,7 @@ def test_unreadable_storage_is_an_error_and_no_reason_for_an_older_step(run, mon
     save(store, here, 3, 7)
     store.close(is_over=True)
     from megascale_jax.checkpoint import arrays
-    from megascale_jax.checkpoint.storage import StorageError
+    from megascale_jax.comm.storage import StorageError
 
     def refuse(future):
         raise StorageError("UNAVAILABLE: the network is down")

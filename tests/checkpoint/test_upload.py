@@ -7,9 +7,9 @@ import pytest
 from megascale_jax.checkpoint.inspect import verify
 from megascale_jax.checkpoint.manifest import published_steps
 from megascale_jax.checkpoint.retention import Retention, apply
-from megascale_jax.checkpoint.storage import Storage
 from megascale_jax.checkpoint.two_stage import CheckpointStore
 from megascale_jax.checkpoint.upload import upload, upload_waiting, waiting
+from megascale_jax.comm.storage import Storage
 from megascale_jax.config.schema import CheckpointConfig
 from tests.checkpoint.states import plan, published, random_state
 

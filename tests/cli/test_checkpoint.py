@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from megascale_jax.checkpoint.manifest import published_steps, read_manifest
 from megascale_jax.checkpoint.restore import load_arrays
-from megascale_jax.checkpoint.storage import Storage
 from megascale_jax.cli.main import app
+from megascale_jax.comm.storage import Storage
 from megascale_jax.errors import CheckpointError, ConfigError, UsageError
 from tests.checkpoint.states import check_state, plan, published
 

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from megascale_jax.checkpoint.inspect import whole_arrays
 from megascale_jax.checkpoint.manifest import published_steps
-from megascale_jax.checkpoint.storage import Storage
 from megascale_jax.cli.main import app
+from megascale_jax.comm.storage import Storage
 from megascale_jax.config.load import load_experiment
 from megascale_jax.data.foreign_tokenizer import END
 from megascale_jax.data.tokenizer import load_tokenizer, train_bpe

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -223,7 +224,7 @@ def test_layout_that_does_not_divide_is_refused(prepared, options, message):
 
 
 def test_damaged_row_stops_the_iterator_with_a_data_error(prepared):
-    path = prepared.folder / "train.array_record"
+    (path,) = Path(prepared.folder).glob("rows-*/train-00000.rows")
     content = bytearray(path.read_bytes())
     content[content.index(rows(prepared, "train")[20].tobytes())] ^= 1
     path.write_bytes(content)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from megascale_jax.data import prepare as preparing
-from megascale_jax.data.manifest import SPLITS, Manifest, Split, read_manifest, record_file
+from megascale_jax.data.manifest import SPLITS, Manifest, Split, read_manifest
 from megascale_jax.data.prepare import prepare
-from megascale_jax.data.rows import RowSource
+from megascale_jax.data.prepared import stored_rows
 from megascale_jax.data.source import read_documents
 from megascale_jax.data.split import document_hash, is_below
 from megascale_jax.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
@@ -21,8 +21,7 @@ from tests.data.texts import make_texts
 
 def stream_of(folder: Path, split: Split) -> np.ndarray:
     """The token stream that the rows of a split were cut from."""
-    manifest = read_manifest(folder)
-    source = RowSource(record_file(folder, split), manifest.split(split).rows, np.dtype(manifest.dtype))
+    source = stored_rows(folder, read_manifest(folder), split)
     return np.concatenate([source[0][:1], *(source[index][1:] for index in range(len(source)))])
 
 
@@ -36,7 +35,7 @@ def texts_of(folder: Path, split: Split) -> list[str]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_each_document_is_whole_in_the_split_that_its_hash_says(corpus, make_prepared):
@@ -230,7 +229,7 @@ def test_output_inside_the_corpus_is_refused(corpus):
 
 def test_full_disk_is_a_data_error_and_leaves_nothing(make_prepared, tmp_path):
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, old[1]))  # the token file fits, an ArrayRecord file has blocks of 64 KiB
+    resource.setrlimit(resource.RLIMIT_FSIZE, (11_000, old[1]))  # the token file fits, the rows do not
     try:
         with pytest.raises(DataError, match="cannot be written"):
             make_prepared()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megascale_jax.checkpoint.manifest import published_steps, read_manifest
-from megascale_jax.checkpoint.storage import Storage
+from megascale_jax.comm.storage import Storage
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 150

@@ -20,8 +20,8 @@ from megascale_jax.checkpoint.huggingface.settings import ForeignModel, to_setti
 from megascale_jax.checkpoint.huggingface.tensors import Tensor, TensorFormat
 from megascale_jax.checkpoint.inspect import assemble
 from megascale_jax.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from megascale_jax.checkpoint.storage import Storage
 from megascale_jax.checkpoint.stored import Index, Region
+from megascale_jax.comm.storage import Storage
 from megascale_jax.config.layout import Layout
 from megascale_jax.config.schema import Experiment, ModelConfig, ParallelConfig
 from megascale_jax.errors import CheckpointError

@@ -1,47 +1,57 @@
-"""Where checkpoints lie: a local folder, ``gs://`` or ``s3://``, through TensorStore's key-value stores.
+"""Where checkpoints and training data lie: a local folder, ``gs://`` or ``s3://``, through TensorStore's key-value stores.
 
 Keys are paths below the storage's root. A key is written whole or not at all, on every kind of storage; nothing here renames
-folders, so a checkpoint is published by one small key that is written last. Every wait has a limit. What fails raises
+folders, so a checkpoint, or prepared data, is published by one small key that is written last. Every wait has a limit. What fails raises
 OSError (`StorageError` for what TensorStore says), so a full disk and a lost network look alike to callers.
 """
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import tensorstore as ts
 
+from megascale_jax.comm.address import is_remote
 from megascale_jax.errors import StorageError
 
 WAIT_S = 600
 """Longest wait for one operation; a store that is silent for so long has failed."""
 S3_ENDPOINT = "AWS_ENDPOINT_URL"
 """Environment variable with the address of an S3 that is not Amazon's."""
-REMOTE = ("gs://", "s3://", "http://", "https://")
 
 
 class Storage:
     """Keys below one root."""
 
-    def __init__(self, url: str | Path, key_file: str | None = None):
+    def __init__(self, url: str | Path, key_file: str | None = None, context: Mapping[str, Any] | None = None, limit_s: float = WAIT_S):
         """``url``: a local path, or ``gs://bucket/path``, ``s3://bucket/path``; ``http(s)://`` for reading only.
 
-        Credentials are found as Google's and Amazon's own tools find them. ``key_file``: what seals the arrays; see `cipher.py`.
+        Credentials are found as Google's and Amazon's own tools find them. ``key_file``: what seals the arrays; see `cipher.py` of
+        checkpoints. ``context``: TensorStore's settings, such as retries and requests at once. ``limit_s``: longest wait for one operation.
         """
         self.key_file = key_file
         self.url = str(url)
-        self.folder = None if self.url.startswith(REMOTE) else Path(self.url).absolute()
-        self._context = ts.Context()
+        self.folder = None if is_remote(self.url) else Path(self.url).absolute()
+        self.limit_s = limit_s
+        self._context = ts.Context(dict(context or {}))
         self._base = ts.KvStore.Spec(_spec(self.url, self.folder))
-        self._store = wait(ts.KvStore.open(self._base, context=self._context))
+        self._store = self._wait(ts.KvStore.open(self._base, context=self._context))
 
     def read(self, key: str) -> bytes | None:
         """A key's value, ``None`` when it is not there."""
-        result = wait(self._store.read(key))
+        result = self._wait(self._store.read(key))
         return None if result.state == "missing" else result.value
+
+    def begin_read(self, key: str, begin: int, end: int) -> Any:
+        """A future (for `wait`) of bytes ``begin`` to ``end`` of a key's value; its result's ``state`` is ``missing`` without the key."""
+        return self._store.read(key, byte_range=slice(begin, end))
+
+    def begin_write(self, key: str, value: bytes) -> Any:
+        """`write` as a future for `wait`."""
+        return self._store.write(key, value)
 
     def has(self, key: str) -> bool:
         """Whether there is such a key."""
@@ -51,7 +61,7 @@ class Storage:
 
     def write(self, key: str, value: bytes) -> None:
         """Make ``value`` the key's value in one step; on the disk when this returns."""
-        wait(self._store.write(key, value))
+        self._wait(self.begin_write(key, value))
 
     def append(self, key: str, line: str) -> None:
         """Add a line to a text that one process at a time writes."""
@@ -69,7 +79,7 @@ class Storage:
         if self.folder is not None and not (self.folder / prefix).is_dir():
             return []
         upper = prefix[:-1] + "0" if prefix else ""  # "0" follows "/"
-        return sorted(key.decode() for key in wait(self._store.list(ts.KvStore.KeyRange(prefix, upper))))
+        return sorted(key.decode() for key in self._wait(self._store.list(ts.KvStore.KeyRange(prefix, upper))))
 
     def folders(self) -> list[str]:
         """Names of the folders right below the root."""
@@ -79,7 +89,7 @@ class Storage:
 
     def delete(self, key: str) -> None:
         """Remove a key, if it is there."""
-        wait(self._store.write(key, None))
+        self._wait(self._store.write(key, None))
 
     def delete_folder(self, name: str) -> None:
         """Remove a folder and all below it, if it is there."""
@@ -87,7 +97,7 @@ class Storage:
             if (self.folder / name).is_dir():
                 shutil.rmtree(self.folder / name)
         else:
-            wait(self._store.delete_range(ts.KvStore.KeyRange(f"{name}/", f"{name}0")))
+            self._wait(self._store.delete_range(ts.KvStore.KeyRange(f"{name}/", f"{name}0")))
 
     def prune(self, name: str) -> None:
         """Remove a folder if nothing is in it; object stores have no empty ones. Never raises."""
@@ -113,7 +123,10 @@ class Storage:
         base = self._base.to_json()
         base["path"] = f"{base.get('path', '')}{path}/"
         spec = {"driver": "ocdbt", "base": base, "assume_config": True, **options}
-        return wait(ts.KvStore.open(spec, context=self._context))
+        return self._wait(ts.KvStore.open(spec, context=self._context))
+
+    def _wait(self, future: Any) -> Any:
+        return wait(future, self.limit_s)
 
 
 def _spec(url: str, folder: Path | None) -> Any:
