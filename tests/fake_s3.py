@@ -1,22 +1,32 @@
-"""An S3 of this machine: one bucket in memory, as much of the protocol as TensorStore speaks; counts what it was asked for."""
+"""An S3 of this machine: one bucket in memory, as much of the protocol as TensorStore speaks; counts requests and bytes."""
 
 import hashlib
 import threading
+import time
 import urllib.parse
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from xml.sax.saxutils import escape
 
 
 class FakeS3:
-    """Objects by key. ``refuse`` makes every request fail with that status."""
+    """Objects by key.
+
+    ``refuse``: every request fails with that status. ``refuse_after_writes``: so many writes are taken. ``delay_s``: time of an answer.
+    """
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
         self.requests: Counter[str] = Counter()
+        self.written: list[str] = []
+        self.sent_bytes = 0
+        self.under_way = self.most_under_way = 0
         self.refuse: int | None = None
+        self.refuse_after_writes: int | None = None
+        self.delay_s = 0.0
+        self.on_refusal: Callable[[], None] = lambda: None
         self.lock = threading.Lock()
 
 
@@ -50,6 +60,7 @@ def fake_s3() -> Iterator[tuple[str, FakeS3]]:
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             if self.command != "HEAD":
+                store.sent_bytes += len(content)
                 self.wfile.write(content)
 
         def _handle(self) -> None:
@@ -57,10 +68,21 @@ def fake_s3() -> Iterator[tuple[str, FakeS3]]:
             key = urllib.parse.unquote(parsed.path).removeprefix("/bucket").lstrip("/")
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             with store.lock:
+                store.under_way += 1
+                store.most_under_way = max(store.most_under_way, store.under_way)
+            time.sleep(store.delay_s)
+            with store.lock:
+                store.under_way -= 1
                 store.requests[self.command] += 1
-                if store.refuse is not None:
-                    return self._answer(store.refuse, b"<Error><Code>AccessDenied</Code></Error>")
+                if (status := store.refuse) is not None:
+                    store.on_refusal()
+                    return self._answer(status, b"<Error><Code>AccessDenied</Code></Error>")
+                if not parsed.path.startswith("/bucket"):
+                    return self._answer(404, b"<Error><Code>NoSuchBucket</Code></Error>")
                 if self.command == "PUT":
+                    if len(store.written) == store.refuse_after_writes:
+                        return self._answer(403, b"<Error><Code>AccessDenied</Code></Error>")
+                    store.written.append(key)
                     store.objects[key] = body
                     return self._answer(200, ETag=f'"{hashlib.md5(body).hexdigest()}"')
                 if self.command == "DELETE":
@@ -77,6 +99,8 @@ def fake_s3() -> Iterator[tuple[str, FakeS3]]:
                     return self._answer(200, content, ETag=tag)
                 first, _, last = wanted.removeprefix("bytes=").partition("-")
                 begin = int(first) if first else len(content) - int(last)
+                if begin >= len(content):
+                    return self._answer(416, b"<Error><Code>InvalidRange</Code></Error>")
                 end = min(int(last) if last and first else len(content) - 1, len(content) - 1)
                 return self._answer(206, content[begin : end + 1], ETag=tag, Content_Range=f"bytes {begin}-{end}/{len(content)}")
 
@@ -85,8 +109,14 @@ def fake_s3() -> Iterator[tuple[str, FakeS3]]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 256  # clients that connect at once
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            """Clients that are killed are no news."""
+
+    server = Server(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}", store
     finally:

@@ -37,7 +37,10 @@ class Storage:
         self.folder = None if is_remote(self.url) else Path(self.url).absolute()
         self.limit_s = limit_s
         self._context = ts.Context(dict(context or {}))
-        self._base = ts.KvStore.Spec(_spec(self.url, self.folder))
+        try:
+            self._base = ts.KvStore.Spec(_spec(self.url, self.folder))
+        except ValueError as error:
+            raise StorageError(first_line(error)) from error
         self._store = self._wait(ts.KvStore.open(self._base, context=self._context))
 
     def read(self, key: str) -> bytes | None:

@@ -7,17 +7,6 @@ from megascale_jax.checkpoint.two_stage import CheckpointStore
 from megascale_jax.comm.storage import Storage, StorageError
 from megascale_jax.config.schema import CheckpointConfig
 from tests.checkpoint.states import check_state, plan, random_state
-from tests.fake_s3 import fake_s3
-
-
-@pytest.fixture
-def s3(monkeypatch):
-    with fake_s3() as (address, store):
-        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "nothing")
-        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        yield store
 
 
 @pytest.fixture(params=["folder", "s3"])

@@ -123,10 +123,10 @@ def test_file_that_is_cut_or_gone_later_is_a_data_error(tmp_path):
     (tmp_path / "rows" / "train-00000.rows").unlink()
     path = tmp_path / "rows" / "train-00001.rows"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(DataError, match="train-00000.rows is missing"):
+    with pytest.raises(DataError, match=r"train-00000\.rows is missing"):
         source[0]
     assert np.array_equal(source[7], np.arange(56, 65))
-    with pytest.raises(DataError, match="train-00001.rows ends before byte"):
+    with pytest.raises(DataError, match=r"train-00001\.rows ends before byte"):
         source[13]
 
 
@@ -155,7 +155,7 @@ def test_exchanged_files_are_refused(tmp_path):
     first.rename(other)
     second.rename(first)
     other.rename(second)
-    with pytest.raises(DataError, match="Row 7 of .*train-00001.rows is damaged"):
+    with pytest.raises(DataError, match=r"Row 7 of .*train-00001\.rows is damaged"):
         source_of(tmp_path, layout)[7]
 
 
