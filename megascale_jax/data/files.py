@@ -7,7 +7,7 @@ not answer is asked again for about a quarter of a minute, one that is silent is
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 Folder = str | Path
 """A path, or the address of a folder in an object store."""
+
+Range = tuple[str, int, int]
+"""A file's name, and the first byte and the one after the last."""
 
 WAIT_S = 60.0
 """Longest wait for one answer of an object store."""
@@ -51,10 +54,10 @@ class Files(Protocol):
         """A whole file; None when there is none. Raises ``DataError`` when it cannot be read."""
         ...
 
-    def begin(self, name: str, begin: int, end: int) -> Callable[[], bytes]:
-        """Ask for bytes ``begin`` to ``end`` of a file; the call waits for them.
+    def begin(self, ranges: Sequence[Range]) -> Callable[[], list[bytes]]:
+        """Ask for parts of files, all at once; the call waits for them.
 
-        The call raises ``DataError`` when the file is missing, too short, or cannot be read.
+        The call raises ``DataError`` when a file is missing, too short, or cannot be read.
         """
         ...
 
@@ -82,7 +85,7 @@ class LocalFiles:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._opened = lru_cache(_OPEN_FILES)(_OpenFile)
+        self._opened = lru_cache(_OPEN_FILES)(lambda name: _OpenFile(folder / name))
 
     def exists(self) -> bool:
         """Whether there is such a folder."""
@@ -97,26 +100,27 @@ class LocalFiles:
         except OSError as error:
             raise DataError(f"{self.address(name)} cannot be read ({error}). Look at the disk.") from error
 
-    def begin(self, name: str, begin: int, end: int) -> Callable[[], bytes]:
+    def begin(self, ranges: Sequence[Range]) -> Callable[[], list[bytes]]:
         """See `Files`."""
+        return lambda: [self._read(name, begin, end) for name, begin, end in ranges]
 
-        def read() -> bytes:
-            try:
-                content = self._opened(self._folder / name).read(begin, end)
-            except FileNotFoundError:
-                raise DataError(_missing(self.address(name))) from None
-            except OSError as error:
-                raise DataError(f"{self.address(name)} cannot be read ({error}). Look at the disk.") from error
-            return _whole(content, end, begin, self.address(name))
-
-        return read
+    def _read(self, name: str, begin: int, end: int) -> bytes:
+        try:
+            content = self._opened(name).read(begin, end)
+        except FileNotFoundError:
+            raise missing(self.address(name)) from None
+        except OSError as error:
+            raise DataError(f"{self.address(name)} cannot be read ({error}). Look at the disk.") from error
+        if len(content) != end - begin:
+            raise _too_short(self.address(name), end)
+        return content
 
     def check(self, sizes: Mapping[str, int]) -> None:
         """Raise ``DataError`` unless there are files of these names and sizes."""
         for name, size in sizes.items():
             path = self._folder / name
             if not path.is_file():
-                raise DataError(_missing(str(path)))
+                raise missing(str(path))
             if (found := path.stat().st_size) != size:
                 raise DataError(f"{path} has {found:,} bytes, expected {size:,}: it is damaged. Prepare the data again with --force.")
 
@@ -157,22 +161,23 @@ class RemoteFiles:
         except StorageError as error:
             raise cannot_be_read(self.address(name), error) from error
 
-    def begin(self, name: str, begin: int, end: int) -> Callable[[], bytes]:
+    def begin(self, ranges: Sequence[Range]) -> Callable[[], list[bytes]]:
         """See `Files`."""
+        futures = [self.storage.begin_read(*one) for one in ranges]
+        return lambda: [self._result(future, *one) for future, one in zip(futures, ranges, strict=True)]
+
+    def _result(self, future: Any, name: str, begin: int, end: int) -> bytes:
         from megascale_jax.comm.storage import wait
 
-        future = self.storage.begin_read(name, begin, end)
-
-        def read() -> bytes:
-            try:
-                result = wait(future, self.storage.limit_s)
-            except StorageError as error:
-                raise cannot_be_read(self.address(name), error) from error
-            if result.state == "missing":
-                raise DataError(_missing(self.address(name)))
-            return _whole(result.value, end, begin, self.address(name))
-
-        return read
+        try:
+            result = wait(future, self.storage.limit_s)
+        except StorageError as error:
+            raise cannot_be_read(self.address(name), error) from error
+        if result.state == "missing":
+            raise missing(self.address(name))
+        if len(result.value) != end - begin:
+            raise _too_short(self.address(name), end)
+        return result.value
 
     def check(self, sizes: Mapping[str, int]) -> None:
         """Raise ``DataError`` unless there are files of these names (in one folder); a store that may not be listed is believed."""
@@ -184,19 +189,22 @@ class RemoteFiles:
             return
         for name in sizes:
             if name not in found:
-                raise DataError(_missing(self.address(name)))
+                raise missing(self.address(name))
 
     def address(self, name: str) -> str:
         """The address of a file."""
         return f"{self._url}/{name}"
 
 
-def open_storage(url: str) -> "Storage":
-    """An object store with the patience of this module. Raises ``DataError`` for an address that means nothing."""
+def open_storage(url: str, limit_s: float | None = None) -> "Storage":
+    """An object store with the patience of this module; ``limit_s`` if one request needs longer.
+
+    Raises ``DataError`` for an address that means nothing.
+    """
     from megascale_jax.comm.storage import Storage
 
     try:
-        return Storage(url, context=CONTEXT, limit_s=WAIT_S)
+        return Storage(url, context=CONTEXT, limit_s=WAIT_S if limit_s is None else limit_s)
     except StorageError as error:
         raise DataError(f"{url} is no address of data ({error}). Expected s3://BUCKET/PATH or gs://BUCKET/PATH.") from error
 
@@ -206,11 +214,10 @@ def cannot_be_read(address: str, error: StorageError) -> DataError:
     return DataError(f"{address} cannot be read ({error}). Look at the address, the network and your credentials.")
 
 
-def _missing(address: str) -> str:
-    return f"{address} is missing. Copy the folder again, or prepare the data again with --force."
+def missing(address: str) -> DataError:
+    """What to say of a file that the manifest promises."""
+    return DataError(f"{address} is missing. Copy the folder again, or prepare the data again with --force.")
 
 
-def _whole(content: bytes, end: int, begin: int, address: str) -> bytes:
-    if len(content) != end - begin:
-        raise DataError(f"{address} ends before byte {end:,}: it is damaged. Copy the folder again, or prepare it again with --force.")
-    return content
+def _too_short(address: str, end: int) -> DataError:
+    return DataError(f"{address} ends before byte {end:,}: it is damaged. Copy the folder again, or prepare it again with --force.")

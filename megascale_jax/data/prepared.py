@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megascale_jax.data.files import Folder, open_files
+from megascale_jax.data.files import Folder, missing, open_files
 from megascale_jax.data.manifest import Manifest, Split, read_manifest
 from megascale_jax.data.rows import RowLayout, RowSource
 from megascale_jax.data.tokenizer import BYTES, Tokenizer, load_tokenizer, tokenizer_from_json
@@ -49,9 +49,8 @@ def stored_rows(folder: Folder, manifest: Manifest, split: Split) -> RowSource:
     dtype = np.dtype(manifest.dtype).newbyteorder("<")
     layout = RowLayout(manifest.split(split).tokens, manifest.sequence_length, dtype, manifest.rows_per_file)
     if layout.num_rows != manifest.split(split).rows:
-        raise DataError(
-            f"{folder}: the manifest has {manifest.split(split).rows} rows of split {split}, its tokens give {layout.num_rows}."
-        )
+        rows = manifest.split(split).rows
+        raise DataError(f"The manifest of {folder} says {rows} rows, its tokens give {layout.num_rows}: it is damaged.")
     return RowSource(open_files(folder), manifest.rows_folder, split, layout)
 
 
@@ -61,5 +60,5 @@ def _tokenizer(folder: Folder, manifest: Manifest) -> Tokenizer:
     files = open_files(folder)
     content = files.read(manifest.tokenizer)
     if content is None:
-        raise DataError(f"{files.address(manifest.tokenizer)} is missing. Copy the folder again, or prepare the data again with --force.")
+        raise missing(files.address(manifest.tokenizer))
     return tokenizer_from_json(content, files.address(manifest.tokenizer))

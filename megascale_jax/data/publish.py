@@ -24,6 +24,9 @@ from megascale_jax.errors import DataError, StorageError
 _FILES_AT_ONCE = 4
 """Files that are in memory to be uploaded, at most."""
 
+_UPLOAD_LIMIT_S = 900.0
+"""Longest wait for one of them: a megabyte a second suffices."""
+
 
 class Output(Protocol):
     """A place for prepared data."""
@@ -101,7 +104,7 @@ class RemoteOutput:
 
     def __init__(self, url: str):
         self._url = url
-        self._storage = open_storage(url)
+        self._storage = open_storage(url, _UPLOAD_LIMIT_S)
 
     def existing(self, request: Request, force: bool) -> Manifest | None:
         """See `Output`."""

@@ -13,6 +13,7 @@ because object stores take an object of this size in one request, and tools copy
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
@@ -64,21 +65,28 @@ class RowLayout:
         """Rows of a file of about ``FILE_BYTES``."""
         return max(1, FILE_BYTES // _record_bytes(sequence_length + 1, dtype))
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """Rows of the stream."""
         return count_rows(self.num_tokens, self.sequence_length)
 
-    def row_tokens(self, row: int) -> int:
-        """Tokens of a row: S + 1, fewer in the last one."""
-        return min(self.sequence_length + 1, self.num_tokens - row * self.sequence_length)
+    @cached_property
+    def record_bytes(self) -> int:
+        """Bytes of a row but the last."""
+        return _record_bytes(self.sequence_length + 1, self.dtype)
+
+    @cached_property
+    def last_bytes(self) -> int:
+        """Bytes of the last row, which may be short."""
+        return _record_bytes(self.num_tokens - (self.num_rows - 1) * self.sequence_length, self.dtype)
 
     def place(self, first: int, count: int) -> tuple[int, int, int]:
         """File, begin and end in bytes of ``count`` rows of one file from row ``first`` on."""
         file, row = divmod(first, self.rows_per_file)
-        full = _record_bytes(self.sequence_length + 1, self.dtype)
-        last = _record_bytes(self.row_tokens(first + count - 1), self.dtype)
-        return file, row * full, (row + count - 1) * full + last
+        begin, size = row * self.record_bytes, count * self.record_bytes
+        if first + count == self.num_rows:
+            size += self.last_bytes - self.record_bytes
+        return file, begin, begin + size
 
     def sizes(self) -> list[int]:
         """Bytes of each file."""
@@ -87,10 +95,10 @@ class RowLayout:
 
     def runs(self, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
         """``rows``, in their order, as (first, count) of rows that follow each other in one file, of ``_REQUEST_BYTES`` at most."""
-        longest = max(1, _REQUEST_BYTES // _record_bytes(self.sequence_length + 1, self.dtype))
+        longest = max(1, _REQUEST_BYTES // self.record_bytes)
         first, count = -1, 0
         for row in rows:
-            if count and row == first + count and count < longest and row % self.rows_per_file:
+            if row == first + count and 0 < count < longest and row % self.rows_per_file:
                 count += 1
                 continue
             if count:
@@ -169,28 +177,30 @@ class RowSource:
 
     def begin(self, rows: Sequence[int]) -> Callable[[], list[np.ndarray]]:
         """See `Rows.begin`; the tokens are in the stored dtype."""
-        for row in rows:
-            if not 0 <= row < len(self):
-                raise IndexError(f"row {row} of {len(self)}")
-        asked = []
+        if len(rows) and not 0 <= min(rows) <= max(rows) < len(self):
+            raise IndexError(f"rows {min(rows)} to {max(rows)} of {len(self)}")
+        firsts, ranges = [], []
         for first, count in self._layout.runs(rows):
             file, begin, end = self._layout.place(first, count)
-            asked.append((first, count, self._files.begin(self._names[file], begin, end)))
-        return lambda: [row for first, count, content in asked for row in self._rows(first, count, content())]
+            firsts.append(first)
+            ranges.append((self._names[file], begin, end))
+        contents = self._files.begin(ranges)
+        return lambda: [row for first, content in zip(firsts, contents(), strict=True) for row in self._rows(first, content)]
 
-    def _rows(self, first: int, count: int, content: bytes) -> Iterator[np.ndarray]:
-        start = 0
-        for row in range(first, first + count):
-            tokens = self._layout.row_tokens(row)
-            end = start + tokens * self._layout.dtype.itemsize
-            if content[end : end + _CHECKSUM_BYTES] != _checksum(memoryview(content)[start:end], row):
+    def _rows(self, first: int, content: bytes) -> list[np.ndarray]:
+        """The rows of a read from row ``first`` on, their checksums compared."""
+        found, step, dtype = [], self._layout.record_bytes, self._layout.dtype
+        for row, begin in enumerate(range(0, len(content), step), first):
+            record = content[begin : begin + step]
+            tokens = record[:-_CHECKSUM_BYTES]
+            if record[-_CHECKSUM_BYTES:] != _checksum(tokens, row):
                 address = self._files.address(self._names[row // self._layout.rows_per_file])
                 raise DataError(
                     f"Row {row} of {address} is damaged (its checksum is wrong). "
                     "Copy the file again, or prepare the data again with --force."
                 )
-            yield np.frombuffer(content, self._layout.dtype, tokens, start)
-            start = end + _CHECKSUM_BYTES
+            found.append(np.frombuffer(tokens, dtype))
+        return found
 
 
 class JoinedRows:
@@ -240,5 +250,5 @@ def _record_bytes(tokens: int, dtype: np.dtype) -> int:
     return tokens * dtype.itemsize + _CHECKSUM_BYTES
 
 
-def _checksum(content: bytes | memoryview, row: int) -> bytes:
+def _checksum(content: bytes, row: int) -> bytes:
     return xxhash.xxh3_64_digest(content, seed=row)

@@ -233,6 +233,15 @@ def test_damaged_row_stops_the_iterator_with_a_data_error(prepared):
             next(train)
 
 
+def test_manifest_whose_numbers_contradict_each_other_is_refused(prepared):
+    file = Path(prepared.folder) / MANIFEST_FILE
+    content = json.loads(file.read_text())
+    content["train"]["tokens"] += 32
+    file.write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"230 rows, its tokens give 231: it is damaged"):
+        rows(open_prepared(prepared.folder), "train")
+
+
 def test_folder_that_does_not_fit_the_model_is_refused(prepared):
     with pytest.raises(DataError, match=r"rows of 32 tokens, the model expects 64.*--sequence-length 64"):
         open_prepared(prepared.folder, sequence_length=64)

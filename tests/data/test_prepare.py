@@ -2,13 +2,14 @@
 
 import json
 import resource
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megascale_jax.data import prepare as preparing
-from megascale_jax.data.manifest import SPLITS, Manifest, Split, read_manifest
+from megascale_jax.data.manifest import SPLITS, Manifest, Split, read_manifest, rows_folder
 from megascale_jax.data.prepare import prepare
 from megascale_jax.data.prepared import stored_rows
 from megascale_jax.data.source import read_documents
@@ -85,6 +86,27 @@ def test_preparing_twice_gives_equal_files_and_another_seed_another_digest(make_
 
 def test_digest_depends_on_the_sequence_length(make_prepared):
     assert read_manifest(make_prepared("a")).digest != read_manifest(make_prepared("b", sequence_length=31)).digest
+
+
+def test_digest_of_equal_tokens_stays_over_layouts_of_the_folder(make_prepared):
+    """A checkpoint names its data by it: this is the digest that layout version 1 had for this corpus."""
+    digest = read_manifest(make_prepared()).digest
+    assert digest == "c2bfa84e1237f520ffd72e6c09236af9753fb6fcaa268701a50476cde1932f3c"
+
+
+def test_folder_of_an_older_layout_says_what_to_do_and_is_replaced_when_forced(make_prepared):
+    folder = make_prepared()
+    new = contents(folder)
+    manifest = json.loads(new["manifest.json"]) | {"version": 1}
+    del manifest["rows_per_file"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    shutil.rmtree(folder / rows_folder(manifest["digest"]))
+    (folder / "train.array_record").write_bytes(b"rows as they were")
+    for look in (lambda: read_manifest(folder), make_prepared):
+        with pytest.raises(DataError, match=r"layout version 1, this program reads 2.*--force"):
+            look()
+    make_prepared(force=True)
+    assert contents(folder) == new
 
 
 def test_copies_of_a_text_are_never_in_both_splits(tmp_path):

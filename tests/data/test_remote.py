@@ -16,6 +16,7 @@ from megascale_jax.config.schema import DataConfig
 from megascale_jax.data import files, rows
 from megascale_jax.data.batch import Batch
 from megascale_jax.data.host import HostGroup
+from megascale_jax.data.host_batches import HostBatches
 from megascale_jax.data.host_iterator import HostIterator
 from megascale_jax.data.inspection import inspect
 from megascale_jax.data.manifest import read_manifest
@@ -30,7 +31,7 @@ from tests.fake_s3 import FakeS3
 URL = "s3://bucket/corpora/one"
 LAYOUT: dict[str, Any] = {"global_batch_size": 16, "data_size": 4, "data_indices": [0, 1, 2, 3], "micro_batch_size": 2, "seed": 3}
 ROW_BYTES = 33 * 2
-FEW_RETRIES = files.CONTEXT | {"s3_request_retries": {"max_retries": 1, "initial_delay": "10ms", "max_delay": "10ms"}}
+FEW_RETRIES = {**files.CONTEXT, "s3_request_retries": {"max_retries": 1, "initial_delay": "10ms", "max_delay": "10ms"}}
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +120,16 @@ def test_loader_that_is_killed_goes_on_at_the_very_batch(local, remote):
             assert own.loader_pid is not None
             os.kill(own.loader_pid, signal.SIGKILL)
         check(own, reference, 5)
+
+
+def test_host_batches_are_right_wherever_they_are_asked_to_go_on(local, remote):
+    with loader(remote) as own, TrainIterator(local, **LAYOUT) as reference:
+        expected = [next(reference) for _ in range(6)]
+        batches = HostBatches(own._request(), [(0, 1, 2, 3)], 2)
+        for step in (1, 2, 5, 0, 4):
+            batches.fill(step % 2, 16 * step)
+            assert_equal(dict(batches.ring.block(step % 2, 0)), expected[step])
+        batches.close_descriptor()
 
 
 def test_held_out_batches_and_the_inspection_are_those_of_a_folder(local, remote):

@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from filelock import FileLock
 
 from megascale_jax.config.schema import DataConfig
+from megascale_jax.data import select
 from megascale_jax.data.manifest import read_manifest
 from megascale_jax.data.select import prepare_if_missing, prepared_name
 from megascale_jax.errors import DataError
@@ -30,7 +32,7 @@ print(select.prepare_if_missing(DataConfig(source=sys.argv[1]), 32, Path(sys.arg
 
 def test_source_is_prepared_once_and_reused(corpus, tmp_path):
     config = DataConfig(source=str(corpus))
-    folder = prepare_if_missing(config, 32, tmp_path / "cache", False)
+    folder = Path(prepare_if_missing(config, 32, tmp_path / "cache", False))
     assert folder.parent == tmp_path / "cache"
     assert read_manifest(folder).sequence_length == 32
     modified = (folder / "manifest.json").stat().st_mtime_ns
@@ -50,6 +52,12 @@ def test_changed_corpus_gets_a_new_folder(corpus, tmp_path):
 
 def test_name_says_source_tokenizer_and_length():
     assert prepared_name("stdlib", "bytes", 128).startswith("stdlib-bytes-128-")
+
+
+def test_another_layout_of_the_folder_is_another_name(corpus, monkeypatch):
+    now = prepared_name(str(corpus), "bytes", 32)
+    monkeypatch.setattr(select, "MANIFEST_VERSION", 1)
+    assert prepared_name(str(corpus), "bytes", 32) != now
 
 
 def test_one_of_three_processes_prepares_when_all_start_at_once(corpus, tmp_path):
