@@ -99,8 +99,11 @@ class Rank:
             self.client.ask("filled", **self._last)
 
     def finish(self) -> list[dict]:
-        """Until the keeper has nothing left to do; failures it tells of."""
-        return self.client.ask("wait", limit_s=LIMIT_S)["failures"]
+        """Until the keeper has nothing left to do; failures it tells of. Raises TimeoutError at the limit."""
+        status = self.client.ask("wait", limit_s=LIMIT_S)
+        if status["working"]:
+            raise TimeoutError(f"stage 2 did not end within {LIMIT_S:.0f} s: {status['working']}")
+        return status["failures"]
 
     def close(self) -> None:
         """Let the keeper go."""

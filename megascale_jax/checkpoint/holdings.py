@@ -3,18 +3,24 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from megascale_jax.checkpoint.manifest import Manifest
 from megascale_jax.checkpoint.slot import Slot, SlotIndex
 from megascale_jax.checkpoint.stage_two import Target
 
 
 @dataclass
 class Held:
-    """A slot in the keeper's hands. ``sums`` are there once the content is verified; ``busy`` while stage 2 reads it."""
+    """A slot in the keeper's hands. ``sums`` are there once it is verified; ``readers``: threads of stage 2 that are not done with it."""
 
     slot: Slot
     index: SlotIndex | None = None
     sums: list[int] | None = None
-    busy: bool = False
+    readers: int = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether stage 2 reads it, so that it must not be filled again."""
+        return self.readers > 0
 
 
 @dataclass
@@ -39,11 +45,20 @@ class Request:
 
 @dataclass(frozen=True)
 class Job:
-    """A filled slot to be carried on."""
+    """A filled slot to be carried on for a rank."""
 
-    rank: int
-    number: int
+    rank: Rank
     held: Held
     index: SlotIndex
     target: Target | None
     """``None``: the state stays in memory only."""
+    manifest: Manifest | None = None
+    """Once it is published."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Something that a keeper has in hand: ``what`` is ``copying``, ``writing``, ``publication`` or ``upload``."""
+
+    what: str
+    step: int

@@ -13,8 +13,8 @@ from megascale_jax.checkpoint.keeper_client import KeeperClient
 from megascale_jax.checkpoint.slot import SLOTS, Slot, SlotIndex, SlotReader
 from megascale_jax.checkpoint.stage_one import SlotLayout
 from megascale_jax.checkpoint.stage_two import Target
-from megascale_jax.checkpoint.tiers import LOCAL, MemoryState, Report, peer_of
-from megascale_jax.comm.agree import all_gather_json
+from megascale_jax.checkpoint.tiers import LOCAL, MemoryState, Place, Report, peer_of
+from megascale_jax.comm.agree import all_results
 from megascale_jax.comm.init import Processes
 from megascale_jax.errors import CheckpointError
 
@@ -29,16 +29,26 @@ class HostMemory:
     """Two slots of one rank. Methods raise ConnectionError when the keeper is gone, OSError when it refuses."""
 
     def __init__(self, folder: Path, layout: SlotLayout, fingerprint: str, secret: str, limit_s: float):
-        """Meet the keeper and all other ranks. Raises CheckpointError when no keeper can be started."""
+        """Meet the keeper and all other ranks. Raises CheckpointError, on all ranks, when one of them cannot."""
         self._folder, self._layout, self._fingerprint, self._secret, self._limit_s = folder, layout, fingerprint, secret, limit_s
         self._rank = jax.process_index()
-        self._keeper = KeeperClient(folder, self._rank)
         self._slots: dict[int, Slot] = {}
         self._contents: dict[int, _Content] = {}
         self._next = 0
         self._handed: dict[int, dict[str, Any]] = {}
         self._peer: tuple[str, int] | None = None
-        self.reports = self._meet()
+        self._clients: list[KeeperClient] = []
+        """One, the keeper there is now; none before it was met."""
+        try:
+            self.reports = self._meet()
+        except BaseException:
+            for client in self._clients:
+                client.close()  # else the keeper would wait for a rank that is gone
+            raise
+
+    @property
+    def _keeper(self) -> KeeperClient:
+        return self._clients[0]
 
     @property
     def keeper_pid(self) -> int:
@@ -82,11 +92,10 @@ class HostMemory:
     def replace_keeper(self) -> None:
         """Start another keeper in place of one that died, give it the slots, and let it finish what the old one had in hand."""
         self._keeper.close()
-        self._keeper = KeeperClient(self._folder, self._rank)
+        self._clients = [KeeperClient(self._folder, self._rank)]
         for number, slot in self._slots.items():
             self._keeper.give_slot(number, slot, self._limit_s)
-        if self._peer is not None:
-            self._keeper.ask("peers", secret=self._secret, peer=self._peer)
+        self._name_peer()
         for handed in sorted(self._handed.values(), key=lambda one: one["index"]["step"]):
             self._keeper.ask("filled", **handed)
 
@@ -96,15 +105,15 @@ class HostMemory:
             handed["target"] = None
 
     def load(self, state: MemoryState) -> SlotReader:
-        """This rank's part of a state, from where it is. Raises CheckpointError when it cannot be had."""
-        place = state.places[self._rank]
+        """This rank's part of a state, from its first place. Raises CheckpointError when it cannot be had."""
+        place = state.places[self._rank][0]
         if place == LOCAL:
-            number = next(
-                n for n, content in self._contents.items() if (content.index.step, content.index.launch) == (state.step, state.launch)
-            )
+            if (number := self._holding(state)) is None:
+                raise CheckpointError(f"step {state.step} is no longer in this host's memory")
             tier = "this host's"
         else:
-            number, tier = self._next, "another host's"
+            empty = [number for number in range(SLOTS) if number not in self._contents]
+            number, tier = (empty or [self._next])[0], "another host's"  # what else is here may be wanted next
             try:
                 self._fetch(number, place, state)
             except OSError as error:
@@ -114,19 +123,23 @@ class HostMemory:
         return SlotReader(self._slots[number], content.index, content.sums, tier)
 
     def forget(self, state: MemoryState) -> None:
-        """Give up this rank's part of a state that turned out to be damaged somewhere; it is not offered again, after a restart neither."""
-        for number, content in list(self._contents.items()):
-            if (content.index.step, content.index.launch) == (state.step, state.launch):
-                del self._contents[number]
-                with suppress(OSError):
-                    self._keeper.ask("forget", slot=number)
+        """Give up what this host has of this rank's part of a state; it is not offered again, after a restart neither. Never raises."""
+        if (number := self._holding(state)) is not None:
+            del self._contents[number]
+            with suppress(OSError):
+                self._keeper.ask("forget", slot=number)
+
+    def _holding(self, state: MemoryState) -> int | None:
+        """The slot with a state."""
+        held = (n for n, content in self._contents.items() if (content.index.step, content.index.launch) == (state.step, state.launch))
+        return next(held, None)
 
     def finish(self, limit_s: float) -> dict[str, Any]:
-        """Until stage 2 has nothing left to do; the keeper's status."""
+        """The keeper's status once stage 2 has nothing left to do, or after ``limit_s``."""
         return self._keeper.ask("wait", limit_s=limit_s)
 
     def status(self) -> dict[str, Any]:
-        """Newest published checkpoint, and failures that were not told yet."""
+        """Newest published checkpoint, work in hand, and failures that were not told yet."""
         return self._keeper.ask("status")
 
     def close(self, *, is_over: bool) -> None:
@@ -141,8 +154,18 @@ class HostMemory:
 
     def _meet(self) -> list[Report]:
         """What every rank found; afterwards each keeper knows where its copies go."""
-        keepers = all_gather_json(self._keeper.identity["keeper"])
-        copies: list[Any] = []
+
+        def greet() -> str:
+            self._clients.append(KeeperClient(self._folder, self._rank))
+            return self._keeper.identity["keeper"]
+
+        is_alone = len(set(all_results(greet, CheckpointError))) == 1
+        reports = [Report.from_json(document) for document in all_results(lambda: asdict(self._report(is_alone)), CheckpointError)]
+        self._peer = peer_of(self._rank, reports)
+        all_results(self._name_peer, CheckpointError)
+        return reports
+
+    def _report(self, is_alone: bool) -> Report:
         answer, descriptors = self._keeper.ask_for_slots("held")
         for held, descriptor in zip(answer["slots"], descriptors, strict=True):
             self._slots[held["slot"]] = Slot(held["num_bytes"], descriptor)
@@ -150,19 +173,19 @@ class HostMemory:
                 content = _Content(SlotIndex.from_json(held["index"]), held["sums"])
                 if content.index.fingerprint == self._fingerprint:
                     self._contents[held["slot"]] = content
-        port = 0
-        if len(set(keepers)) > 1:
-            port = self._keeper.ask("peers", secret=self._secret)["port"]
-            copies = [(copy["rank"], copy["step"], copy["launch"], copy["fingerprint"]) for copy in answer["copies"]]
         own = [(content.index.step, content.index.launch, number) for number, content in self._contents.items()]
-        report = Report(self._fingerprint, self._keeper.identity["keeper"], (_own_address(), port), own, copies)
-        reports = [Report.from_json(document) for document in all_gather_json(asdict(report))]
-        self._peer = peer_of(self._rank, reports)
+        keeper, address = self._keeper.identity["keeper"], _own_address()
+        if is_alone:
+            return Report(self._fingerprint, keeper, (address, 0), own, [])
+        copies = [(copy["rank"], copy["step"], copy["launch"], copy["fingerprint"]) for copy in answer["copies"]]
+        port = self._keeper.ask("peers", secret=self._secret)["port"]
+        return Report(self._fingerprint, keeper, (address, port), own, copies)
+
+    def _name_peer(self) -> None:
         if self._peer is not None:
             self._keeper.ask("peers", secret=self._secret, peer=self._peer)
-        return reports
 
-    def _fetch(self, number: int, place: str | tuple[str, int], state: MemoryState) -> None:
+    def _fetch(self, number: int, place: Place, state: MemoryState) -> None:
         host, port = place
         wanted = {"rank": self._rank, "step": state.step, "launch": state.launch, "fingerprint": self._fingerprint}
         answer, descriptors = self._keeper.ask_for_slots(

@@ -1,8 +1,8 @@
 """The keeper: the process of a host that holds the newest states in memory and carries them to storage and to a peer host.
 
-It outlives the trainers. They hand it their slots (`slot.py`) and say when one is filled; it computes checksums, sends a copy to
-the next host, writes the rank's part and, beside rank 0, publishes (`stage_two.py`), all at the lowest CPU and I/O
-priority, so that steps do not feel it. After a crash the next trainer gets the slots back by descriptor.
+It outlives the trainers. They hand it their slots (`slot.py`) and say when one is filled; its threads (`carriers.py`) compute
+checksums, send a copy to the next host, write the rank's part and, beside rank 0, publish, all at the lowest CPU and I/O
+priority, so that steps do not feel it. After a crash the next trainer gets the slots back by descriptor. Here is what ranks may ask.
 
 One keeper serves all ranks of a run on its host. It ends by itself: at once when every rank has released its slots, else when
 no rank has been connected for a while and no work is left. SIGTERM asks it to end as soon as its work is done and its ranks have
@@ -11,24 +11,22 @@ gone. It imports no JAX.
 
 import contextlib
 import os
-import queue
 import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
+from megascale_jax.checkpoint.carriers import Carriers
 from megascale_jax.checkpoint.channel import Channel, is_own, keeper_address
 from megascale_jax.checkpoint.holdings import Held, Job, Rank, Request
-from megascale_jax.checkpoint.manifest import Manifest
-from megascale_jax.checkpoint.peers import PeerServer, send_copy
-from megascale_jax.checkpoint.slot import Slot, SlotIndex, checksums
-from megascale_jax.checkpoint.stage_two import Target, discard, is_published, publish, tidy, write_part
-from megascale_jax.checkpoint.upload import upload_waiting
+from megascale_jax.checkpoint.peers import PeerServer
+from megascale_jax.checkpoint.slot import Slot, SlotIndex
+from megascale_jax.checkpoint.stage_two import Target
 
 IDLE_S = 600.0
 ANSWER_S = 60.0
@@ -39,21 +37,16 @@ _POLL_S = 0.2
 
 
 class Keeper:
-    """State and threads of one keeper; `serve` runs until there is no reason to."""
+    """State of one keeper and its answers; `serve` runs until there is no reason to."""
 
     def __init__(self, folder: Path, idle_s: float = IDLE_S):
         self.folder, self.idle_s = folder, idle_s
         self.ranks: dict[int, Rank] = {}
         self.peers = PeerServer()
-        self.changed = threading.Condition()
+        self.carriers = Carriers()
+        self.changed = self.carriers.changed
         self.stopping = False
-        self._jobs: queue.Queue[Job] = queue.Queue()
-        self._publications: queue.Queue[Job] = queue.Queue()
-        self._uploads: queue.Queue[tuple[Job, Manifest]] = queue.Queue()
-        self._working = self._connections = 0
-        self._durable: dict[str, Any] | None = None
-        self._launch = ""
-        self._peer: tuple[str, int, str] | None = None
+        self._connections = 0
         self._last_contact = time.monotonic()
 
     def serve(self) -> None:
@@ -64,8 +57,7 @@ class Keeper:
             server.bind(keeper_address(self.folder))
             server.listen(64)
             server.settimeout(_POLL_S)
-            for work in (self._carry, self._publish, self._upload):
-                threading.Thread(target=work, daemon=True).start()
+            self.carriers.start()
             while not self._has_ended():
                 with contextlib.suppress(TimeoutError):
                     connection, _ = server.accept()
@@ -79,7 +71,7 @@ class Keeper:
 
     def _has_ended(self) -> bool:
         with self.changed:
-            if self._working or self._connections:
+            if self.carriers.in_hand or self._connections:
                 self._last_contact = time.monotonic()
                 return False
             done = bool(self.ranks) and all(rank.released for rank in self.ranks.values())
@@ -124,8 +116,6 @@ class Keeper:
             answer = {"error": f"{type(error).__name__}: {error}"}
         channel.send(answer, descriptors=request.reply_descriptors)
 
-    # What a rank may ask.
-
     def _held(self, request: Request) -> dict[str, Any]:
         """The rank's slots and their descriptors, and what this host holds for others."""
         with self.changed:
@@ -148,7 +138,7 @@ class Keeper:
         """Give a slot to the rank to be filled, once stage 2 has left it."""
         with self.changed:
             held = self._slot_of(request)
-            self._until(lambda: not held.busy, request.message["limit_s"])
+            self._until(lambda: not held.is_busy, request.message["limit_s"])
             held.index = held.sums = None
         return {}
 
@@ -157,33 +147,27 @@ class Keeper:
         target = Target.from_json(request.message["target"]) if request.message["target"] is not None else None
         with self.changed:
             held = self._slot_of(request)
-            held.index, held.sums, held.busy = SlotIndex.from_json(request.message["index"]), None, True
-            job = Job(request.number, request.message["slot"], held, held.index, target)
-            self._launch = held.index.launch
-            self._working += 1
-            if request.number == 0 and target is not None:
-                self._working += 1
-                self._publications.put(job)
-            self._jobs.put(job)
+            held.index, held.sums = SlotIndex.from_json(request.message["index"]), None
+            self.carriers.take(Job(request.rank, held, held.index, target))
         return {}
 
     def _wait(self, request: Request) -> dict[str, Any]:
-        """Until there is no work left, or the limit."""
+        """Until there is no work left, or the limit; what is left then is in the status."""
         with self.changed:
-            self._until(lambda: not self._working, request.message["limit_s"])
+            self.changed.wait_for(lambda: not self.carriers.in_hand, request.message["limit_s"])
         return self._status(request)
 
     def _status(self, request: Request) -> dict[str, Any]:
-        """Newest published checkpoint, and failures that were not told yet."""
+        """Newest published checkpoint, work in hand, and failures that were not told yet."""
         with self.changed:
             failures, request.rank.failures = request.rank.failures, []
-            return {"durable": self._durable, "failures": failures, "working": self._working}
+            return self.carriers.status() | {"failures": failures}
 
     def _meet_peers(self, request: Request) -> dict[str, Any]:
         """Learn the run's secret and open the door to other keepers; then, who gets our copies."""
         port = self.peers.open(request.message["secret"])
         if request.message.get("peer") is not None:
-            self._peer = (*request.message["peer"], request.message["secret"])
+            self.carriers.peer = (*request.message["peer"], request.message["secret"])
         return {"port": port}
 
     def _fetch(self, request: Request) -> dict[str, Any]:
@@ -204,7 +188,7 @@ class Keeper:
     def _release(self, request: Request) -> dict[str, Any]:
         """The run is over: nobody will come for the rank's slots."""
         with self.changed:
-            self._until(lambda: not any(held.busy for held in request.rank.slots.values()), request.message["limit_s"])
+            self._until(lambda: not any(held.is_busy for held in request.rank.slots.values()), request.message["limit_s"])
             for held in request.rank.slots.values():
                 held.slot.close()
             request.rank.slots, request.rank.released = {}, True
@@ -215,7 +199,7 @@ class Keeper:
         """Put a slot in the place of an older one, once stage 2 has left that."""
         slots, number = request.rank.slots, request.message["slot"]
         with self.changed:
-            self._until(lambda: number not in slots or not slots[number].busy, request.message["limit_s"])
+            self._until(lambda: number not in slots or not slots[number].is_busy, request.message["limit_s"])
             if (old := slots.get(number)) is not None:
                 old.slot.close()
             slots[number] = held
@@ -230,85 +214,3 @@ class Keeper:
     def _until(self, condition: Callable[[], bool], limit_s: float) -> None:
         if not self.changed.wait_for(condition, limit_s):
             raise TimeoutError(f"stage 2 did not end within {limit_s:.0f} s")
-
-    # Background threads.
-
-    def _carry(self) -> None:
-        while True:
-            job = self._jobs.get()
-            with self._ended(), self._reported(job, "not written"):
-                try:
-                    self._carry_on(job)
-                finally:
-                    with self.changed:
-                        job.held.busy = False
-
-    def _carry_on(self, job: Job) -> None:
-        sums = checksums(job.held.slot, job.index)
-        with self.changed:
-            job.held.sums = sums
-        if self._peer is not None:
-            with self._reported(job, "no copy on the next host", is_loss=False):
-                send_copy(*self._peer, job.held.slot, job.index, sums)
-        if job.target is not None:
-            write_part(job.target.storage(), job.target, job.held.slot, job.index)
-
-    def _publish(self) -> None:
-        while True:
-            job = self._publications.get()
-            with self._ended(), self._reported(job, "not published"):
-                self._publish_one(job)
-
-    def _publish_one(self, job: Job) -> None:
-        target = job.target
-        assert target is not None, "only what goes to storage is published"
-        storage = target.storage()
-        try:
-            manifest = publish(storage, target, job.index, lambda: self._launch != job.index.launch)
-        except OSError as error:
-            if not is_published(storage, job.index):
-                discard(storage, job.index, str(error))
-            raise
-        with self.changed:
-            self._durable = {"step": manifest.step, "created_unix_s": manifest.created_unix_s, "num_bytes": manifest.num_bytes}
-        with self._reported(job, "old ones not removed", is_loss=False):
-            tidy(storage, target, manifest)
-        if target.upload is not None:
-            self._begin()
-            self._uploads.put((job, manifest))
-
-    def _upload(self) -> None:
-        while True:
-            job, manifest = self._uploads.get()
-            target = job.target
-            assert target is not None and target.upload is not None, "only what goes to storage is uploaded"
-            with self._ended(), self._reported(job, f"not uploaded to {target.upload}", is_loss=False):
-                storage = target.storage()
-                try:
-                    upload_waiting(storage, target.upload)
-                finally:
-                    tidy(storage, target, manifest)
-
-    def _begin(self) -> None:
-        with self.changed:
-            self._working += 1
-
-    @contextlib.contextmanager
-    def _ended(self) -> Iterator[None]:
-        """Work that `_begin` counted ends with this."""
-        try:
-            yield
-        finally:
-            with self.changed:
-                self._working -= 1
-                self.changed.notify_all()
-
-    @contextlib.contextmanager
-    def _reported(self, job: Job, what: str, *, is_loss: bool = True) -> Iterator[None]:
-        """Failures inside become something that the rank is told; ``is_loss``: without this the state is not safe."""
-        try:
-            yield
-        except Exception as error:
-            traceback.print_exc()
-            with self.changed:
-                self.ranks[job.rank].failures.append({"step": job.index.step, "what": what, "error": str(error), "is_loss": is_loss})

@@ -106,6 +106,10 @@ class PeerServer:
         if not found:
             raise OSError(f"no copy of rank {wanted['rank']} at step {wanted['step']} here")
         slot, index, sums = found[-1]
+        if checksums(slot, index) != sums:
+            with self._lock:
+                self._copies[index.rank] = [copy for copy in self._copies[index.rank] if copy[0] is not slot]
+            raise OSError(f"the copy of rank {index.rank} at step {index.step} has a wrong checksum here, and is given up")
         channel.send({"num_bytes": slot.num_bytes, "index": index.to_json(), "sums": sums})
         channel.receive()
         channel.send({}, slot.data)

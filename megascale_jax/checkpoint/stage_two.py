@@ -7,9 +7,10 @@ reported too, so that nobody waits for it.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from megascale_jax.checkpoint.arrays import merge, rank_folder, write_blocks
@@ -20,8 +21,6 @@ from megascale_jax.checkpoint.slot import Slot, SlotIndex, owned_blocks
 from megascale_jax.checkpoint.upload import waiting
 from megascale_jax.comm.storage import Storage
 from megascale_jax.errors import CheckpointError
-
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 
 
 @dataclass(frozen=True)
@@ -96,35 +95,69 @@ def _published(storage: Storage, index: SlotIndex) -> Manifest | None:
     return manifest if manifest.launch == index.launch else None
 
 
-def publish(storage: Storage, target: Target, index: SlotIndex, is_outdated: Callable[[], bool] = lambda: False) -> Manifest:
-    """Wait for all parts of a step, join them, and publish. Raises OSError when it cannot be.
+class Publication:
+    """A step on its way to being published: the reports that are there, and those that are missing."""
 
-    ``is_outdated``: whether the run was started again meanwhile, so that the missing parts will not come.
-    """
-    if (manifest := _published(storage, index)) is not None:
+    def __init__(self, target: Target, index: SlotIndex):
+        self.target, self.index = target, index
+        self._parts: dict[int, Part] = {}
+        self._looked = False
+
+    @cached_property
+    def _storage(self) -> Storage:
+        return self.target.storage()
+
+    def attempt(self, given_up: str | None = None) -> Manifest | None:
+        """Join the parts and publish, if all are there; ``None``: not yet.
+
+        ``given_up``: why no longer is waited for what is missing now. Raises OSError then, and when a part could not be written.
+        """
+        if not self._looked and (manifest := _published(self._storage, self.index)) is not None:
+            return manifest
+        self._looked = True
+        self._collect()
+        missing = [rank for rank in range(self.target.ranks) if rank not in self._parts]
+        if not missing:
+            return self._publish()
+        if given_up is not None:
+            raise OSError(f"no report of rank {missing[:5]} ({len(missing)} of {self.target.ranks}) {given_up}")
+        return None
+
+    @property
+    def _data(self) -> str:
+        return f"{self.index.step}/{self.index.launch}"
+
+    def _collect(self) -> None:
+        for key in self._storage.names(f"{self._data}.parts/"):
+            rank = int(key.rpartition("/")[2].partition(".")[0])
+            if rank not in self._parts and (content := self._storage.read(key)) is not None:
+                self._parts[rank] = Part.from_bytes(content)
+        failed = [part for part in self._parts.values() if part.error is not None]
+        if failed:
+            raise OSError(f"rank {failed[0].rank}: {failed[0].error}")
+
+    def _publish(self) -> Manifest:
+        storage, target, index = self._storage, self.target, self.index
+        merge(storage, self._data, index.arrays, target.ranks, target.compression)
+        storage.sync(self._data)
+        manifest = Manifest(
+            step=index.step,
+            launch=index.launch,
+            arrays=index.arrays,
+            ranks=target.ranks,
+            num_bytes=sum(part.num_bytes for part in self._parts.values()),
+            compression=target.compression,
+            created_unix_s=time.time(),
+            description=index.description,
+            run=target.run,
+            key_id=Cipher(target.key_file).key_id if target.key_file else "",
+        )
+        if storage.has(f"{index.step}/{DAMAGED}"):  # an earlier launch's, which this one replaces: first what is damaged, then its mark
+            storage.delete(f"{index.step}/{MANIFEST}")
+            storage.delete(f"{index.step}/{DAMAGED}")
+        storage.write(f"{index.step}/{MANIFEST}", manifest.to_bytes())
+        storage.sync(str(index.step))
         return manifest
-    data = f"{index.step}/{index.launch}"
-    parts = _wait_for_parts(storage, target, data, is_outdated)
-    merge(storage, data, index.arrays, target.ranks, target.compression)
-    storage.sync(data)
-    manifest = Manifest(
-        step=index.step,
-        launch=index.launch,
-        arrays=index.arrays,
-        ranks=target.ranks,
-        num_bytes=sum(part.num_bytes for part in parts),
-        compression=target.compression,
-        created_unix_s=time.time(),
-        description=index.description,
-        run=target.run,
-        key_id=Cipher(target.key_file).key_id if target.key_file else "",
-    )
-    if storage.has(f"{index.step}/{DAMAGED}"):  # an earlier launch's, which this one replaces: first what is damaged, then its mark
-        storage.delete(f"{index.step}/{MANIFEST}")
-        storage.delete(f"{index.step}/{DAMAGED}")
-    storage.write(f"{index.step}/{MANIFEST}", manifest.to_bytes())
-    storage.sync(str(index.step))
-    return manifest
 
 
 def discard(storage: Storage, index: SlotIndex, reason: str) -> None:
@@ -136,28 +169,6 @@ def discard(storage: Storage, index: SlotIndex, reason: str) -> None:
     storage.prune(str(index.step))
     with suppress(OSError):
         storage.append(DELETIONS, record(Deletion(data, f"not published: {reason}"), by="publication"))
-
-
-def _wait_for_parts(storage: Storage, target: Target, data: str, is_outdated: Callable[[], bool]) -> list[Part]:
-    limit, pause = time.monotonic() + target.publish_limit_s, _FIRST_PAUSE_S
-    parts: dict[int, Part] = {}
-    while True:
-        for key in storage.names(f"{data}.parts/"):
-            rank = int(key.rpartition("/")[2].partition(".")[0])
-            if rank not in parts and (content := storage.read(key)) is not None:
-                parts[rank] = Part.from_bytes(content)
-        failed = [part for part in parts.values() if part.error is not None]
-        if failed:
-            raise OSError(f"rank {failed[0].rank}: {failed[0].error}")
-        if len(parts) == target.ranks:
-            return [parts[rank] for rank in sorted(parts)]
-        if is_outdated():
-            raise OSError("the run was started again before all ranks had written their parts")
-        if time.monotonic() > limit:
-            missing = [rank for rank in range(target.ranks) if rank not in parts]
-            raise OSError(f"no report of rank {missing[:5]} ({len(missing)} of {target.ranks}) within {target.publish_limit_s:.0f} s")
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
 def tidy(storage: Storage, target: Target, manifest: Manifest) -> None:

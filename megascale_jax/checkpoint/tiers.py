@@ -3,8 +3,8 @@
 A state counts only if every rank can get its part of it. The newest wins; at the same step memory wins, which is faster.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 LOCAL = "local"
@@ -35,18 +35,27 @@ class Report:
         )
 
 
+Place = str | tuple[str, int]
+"""Where a rank gets its part of a state in memory: `LOCAL`, or the address of the keeper that has a copy."""
+
+
 @dataclass(frozen=True)
 class MemoryState:
-    """A state that all ranks can get from memory: for each rank `LOCAL` or the address of the keeper that has its copy."""
+    """A state that all ranks can get from memory: for each rank its places, the first to be tried first; none is without one."""
 
     step: int
     launch: str
-    places: tuple[str | tuple[str, int], ...]
+    places: tuple[tuple[Place, ...], ...]
+
+    def without(self, failed: Collection[int]) -> "MemoryState | None":
+        """What is left when the first place of these ranks turned out to be no good; ``None``: one of them has no other."""
+        places = tuple(places[1:] if rank in failed else places for rank, places in enumerate(self.places))
+        return replace(self, places=places) if all(places) else None
 
     @property
     def tier(self) -> str:
         """``local`` when no rank needs another host."""
-        return "local" if all(place == LOCAL for place in self.places) else "peer"
+        return "local" if all(places[0] == LOCAL for places in self.places) else "peer"
 
 
 def memory_states(reports: Sequence[Report]) -> list[MemoryState]:
@@ -55,17 +64,17 @@ def memory_states(reports: Sequence[Report]) -> list[MemoryState]:
     names |= {(step, launch) for report in reports for _, step, launch, _ in report.copies}
     states = []
     for step, launch in sorted(names, reverse=True):
-        places = [_place(rank, step, launch, reports) for rank in range(len(reports))]
-        if all(place is not None for place in places):
-            states.append(MemoryState(step, launch, tuple(place for place in places if place is not None)))
+        places = tuple(tuple(_places(rank, step, launch, reports)) for rank in range(len(reports)))
+        if all(places):
+            states.append(MemoryState(step, launch, places))
     return states
 
 
-def _place(rank: int, step: int, launch: str, reports: Sequence[Report]) -> str | tuple[str, int] | None:
+def _places(rank: int, step: int, launch: str, reports: Sequence[Report]) -> Iterator[Place]:
     if any((step, launch) == own[:2] for own in reports[rank].own):
-        return LOCAL
+        yield LOCAL
     wanted = (rank, step, launch, reports[rank].fingerprint)
-    return next((report.address for report in reports if wanted in report.copies), None)
+    yield from dict.fromkeys(report.address for report in reports if wanted in report.copies)
 
 
 def peer_of(rank: int, reports: Sequence[Report]) -> tuple[str, int] | None:

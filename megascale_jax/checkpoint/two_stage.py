@@ -14,30 +14,27 @@ same order; a rank whose keeper died starts a new one and hands its slots over a
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import jax
 
-from megascale_jax.checkpoint.arrays import BlockReader
-from megascale_jax.checkpoint.broadcast import read_broadcast
+from megascale_jax.checkpoint.carriers import UPLOAD
 from megascale_jax.checkpoint.cipher import Cipher
 from megascale_jax.checkpoint.host_memory import HostMemory
 from megascale_jax.checkpoint.keeper_client import keeper_folder
-from megascale_jax.checkpoint.manifest import Manifest, mark_damaged, read_manifest, scan
-from megascale_jax.checkpoint.restore import Shards, fingerprint, grid_of, read_plain
+from megascale_jax.checkpoint.recovery import Recovery, Restored
+from megascale_jax.checkpoint.restore import fingerprint, grid_of
 from megascale_jax.checkpoint.retention import Retention
 from megascale_jax.checkpoint.slot import SlotIndex
 from megascale_jax.checkpoint.stage_one import SlotLayout
 from megascale_jax.checkpoint.stage_two import Target
-from megascale_jax.checkpoint.tiers import MemoryState, memory_states
-from megascale_jax.comm.agree import all_gather_json
+from megascale_jax.comm.agree import all_results
 from megascale_jax.comm.storage import Storage
 from megascale_jax.config.schema import CheckpointConfig
-from megascale_jax.errors import CheckpointError, DamagedCheckpointError, MegascaleError
+from megascale_jax.errors import CheckpointError
 from megascale_jax.parallel.plan import Plan
 
 Named = Mapping[str, jax.Array]
@@ -45,20 +42,8 @@ Named = Mapping[str, jax.Array]
 
 WATCH_S = 1.0
 """Time between two questions to the keeper."""
-
-
-@dataclass(frozen=True)
-class Restored:
-    """A state on the plan's mesh, and the tier it came from: ``local``, ``peer`` or ``durable``.
-
-    ``bytes_read``: what this rank read from storage.
-    """
-
-    step: int
-    arrays: Named
-    description: Mapping[str, Any]
-    tier: str
-    bytes_read: int = 0
+SAY_S = 30.0
+"""Time between two words about what is waited for."""
 
 
 class CheckpointStore:
@@ -67,18 +52,29 @@ class CheckpointStore:
     def __init__(self, url: str | Path, run_identity: str, plan: Plan, settings: CheckpointConfig, say: Callable[[str], None] = print):
         """Meet the keeper and the other ranks. ``run_identity``: one for all starts of a run, and for no other run; rank 0's counts.
 
-        Raises CheckpointError when no keeper can be started.
+        Raises CheckpointError or StorageError, on all ranks, when the storage or a keeper cannot be used on one of them.
         """
         self.errors = 0
         self.blocked_s = 0.0
         """How long the newest save held up the training, seconds."""
-        self._storage, self._plan, self._settings, self._say = Storage(url, settings.key_file), plan, settings, say
-        self._grid = grid_of(plan)
-        shared = all_gather_json({"launch": secrets.token_hex(8), "secret": secrets.token_hex(32), "run": run_identity})[0]
-        self._launch, self._run, self._fingerprint = shared["launch"], shared["run"], fingerprint(plan)
+        self._settings, self._say = settings, say
+
+        def introduce() -> dict[str, str]:
+            self._storage = Storage(url, settings.key_file)
+            if settings.key_file is not None:
+                Cipher(settings.key_file)
+            return {"launch": secrets.token_hex(8), "secret": secrets.token_hex(32), "run": run_identity}
+
+        shared = all_results(introduce, CheckpointError)[0]
+        self._grid, self._fingerprint = grid_of(plan), fingerprint(plan)
+        self._launch, self._run = shared["launch"], shared["run"]
         self._layout = SlotLayout(plan, self._grid)
         folder = keeper_folder(f"{self._run} {self._storage.url}")  # a copied run folder is another run's
         self._memory = HostMemory(folder, self._layout, self._fingerprint, shared["secret"], settings.limit_s)
+        broadcasts = (
+            self._memory.num_hosts > 1 if settings.restore == "auto" else settings.restore == "broadcast"
+        )  # one page cache is enough
+        self._recovery = Recovery(self._memory, self._storage, plan, self._grid, self._run, broadcasts, say)
         self._lost: set[int] = set()
         self._newest_step = 0
         self._durable: dict[str, Any] | None = None
@@ -94,8 +90,6 @@ class CheckpointStore:
             key_file=settings.key_file,
             upload=settings.upload,
         )
-        if settings.key_file is not None:
-            self._all_can(lambda: Cipher(settings.key_file or ""))
         threading.Thread(target=self._watch, daemon=True).start()
 
     def __enter__(self) -> Self:
@@ -126,13 +120,38 @@ class CheckpointStore:
         self.blocked_s = time.monotonic() - began
 
     def wait(self) -> None:
-        """Until every save is published or has failed. Never raises for memory, disk or keeper."""
+        """Until every save is published, and uploaded, or has failed; says what it waits for. Never raises for memory, disk or keeper.
+
+        What is not published within the limit counts as failed. An upload goes on in the keeper then, and is no loss.
+        """
+        limit_s, began = self._settings.limit_s, time.monotonic()
         try:
-            with self._turn:
-                self._heed(self._with_keeper(lambda: self._memory.finish(self._settings.limit_s)))
+            while True:
+                waited_s = time.monotonic() - began
+                with self._turn:
+                    status = self._with_keeper(lambda: self._memory.finish(max(0.0, min(SAY_S, limit_s - waited_s))))
+                    self._heed(status)
+                if not (working := status["working"]):
+                    break
+                waited_s = time.monotonic() - began
+                if waited_s >= limit_s:
+                    self._give_up(working)
+                    break
+                self._say(
+                    f"waiting for the {_named(working)} in the keeper, process {self.keeper_pid}: {waited_s:.0f} of at most {limit_s} s"
+                )
         except (OSError, CheckpointError) as error:
             self._failed(self._newest_step, str(error))
         self.durable()
+
+    def _give_up(self, working: Sequence[Mapping[str, Any]]) -> None:
+        uploads = [work for work in working if work["what"] == UPLOAD]
+        for step in sorted({work["step"] for work in working if work["what"] != UPLOAD}):
+            self._failed(step, f"stage 2 did not end within {self._settings.limit_s} s")
+        if uploads:
+            self._say(
+                f"the {_named(uploads)} goes on in the keeper, process {self.keeper_pid}, which ends once it is done; keep that alive"
+            )
 
     def durable(self) -> dict[str, Any] | None:
         """The newest checkpoint this launch published (``step``, ``created_unix_s``), and what failed is said; ``None``: none yet.
@@ -173,100 +192,11 @@ class CheckpointStore:
 
         Raises CheckpointError when there are some and none can be used: starting from nothing would hide that.
         """
-        if step is not None:
-            if (found := self._from_storage(step)) is None:
-                raise CheckpointError(f"checkpoint {self._storage.url}/{step} is damaged; choose another step")
-            return found
-        states: list[MemoryState | int] = [*memory_states(self._memory.reports), *self._published()]
-        states.sort(key=lambda state: (state.step, 1) if isinstance(state, MemoryState) else (state, 0), reverse=True)
-        for state in states:
-            found = self._from_memory(state) if isinstance(state, MemoryState) else self._from_storage(state)
-            if found is not None:
-                return found
-        if states:
-            raise CheckpointError(
-                f"none of the {len(states)} checkpoints of {self._storage.url} can be used (see above); bring back a copy of one, "
-                "or start anew with --fresh"
-            )
-        return None
-
-    def _from_memory(self, state: MemoryState) -> Restored | None:
-        problem, shards, description = None, None, {}
-        try:
-            reader = self._memory.load(state)
-            shards = Shards(self._plan, self._grid, self._grid.stored, self._grid.stored)
-            read_plain(shards, reader)
-            description = reader.description
-        except Exception as error:  # whatever it was, the other ranks wait for our word
-            problem = f"{type(error).__name__}: {error}"
-        problems = [problem for problem in all_gather_json(problem) if problem is not None]
-        if problems or shards is None:
-            self._say(f"step {state.step} in memory is passed over: {problems[0]}")
-            self._memory.forget(state)
-            return None
-        return Restored(state.step, shards.arrays(), description, state.tier)
-
-    def _from_storage(self, step: int) -> Restored | None:
-        opened: list[tuple[Manifest, BlockReader, Shards]] = []
-
-        def open_all() -> None:
-            manifest = read_manifest(self._storage, step)
-            shards = Shards(self._plan, self._grid, manifest.arrays, self._grid.stored)
-            opened.append((manifest, BlockReader(self._storage, manifest), shards))
-
-        if not self._all_can(open_all, step=step):
-            return None
-        manifest, reader, shards = opened[0]
-        read = read_broadcast if self._broadcasts else read_plain
-        if not self._all_can(lambda: read(shards, reader), step=step):
-            return None
-        return Restored(step, shards.arrays(), manifest.description, "durable", reader.bytes_read)
-
-    @property
-    def _broadcasts(self) -> bool:
-        """One node reads as fast by itself: its page cache holds what another rank has read."""
-        chosen = self._settings.restore
-        return self._memory.num_hosts > 1 if chosen == "auto" else chosen == "broadcast"
-
-    def _all_can(self, action: Callable[[], Any], *, step: int = 0) -> bool:
-        """Whether an action, on a published checkpoint, succeeds on all ranks; damage is marked and said.
-
-        Raises CheckpointError on all ranks when it fails on one for another reason: an older step must not be taken for that.
-        Whatever an action raises, every rank comes here to say so, since the others wait.
-        """
-        outcome = ("fine", "")
-        try:
-            action()
-        except DamagedCheckpointError as error:
-            outcome = ("damaged", str(error))
-        except MegascaleError as error:
-            outcome = ("other", str(error))
-        except Exception as error:
-            outcome = ("other", f"{type(error).__name__}: {error}")
-        failures = [(kind, text) for kind, text in all_gather_json(outcome) if kind != "fine"]
-        for kind, text in failures:
-            if kind == "other":
-                raise CheckpointError(text)
-        if failures:
-            self._say(f"step {step} is damaged and passed over: {failures[0][1]}")
-            if jax.process_index() == 0:
-                try:
-                    mark_damaged(self._storage, step, failures[0][1])
-                except OSError as error:
-                    self._say(f"step {step} could not be marked, so the next start will meet it again: {error}")
-        return not failures
-
-    def _published(self) -> list[int]:
-        """Steps that rank 0 finds: this run's, and those whose manifest cannot be read."""
-        steps: list[int] = []
-
-        def look() -> None:
-            if jax.process_index() == 0:
-                found = scan(self._storage)
-                steps.extend(one.step for one in found if one.manifest is None or one.manifest.is_of(self._run))
-
-        self._all_can(look)
-        return all_gather_json(steps)[0]
+        if step is None:
+            return self._recovery.newest()
+        if (found := self._recovery.from_storage(step)) is None:
+            raise CheckpointError(f"checkpoint {self._storage.url}/{step} is damaged; choose another step")
+        return found
 
     def _with_keeper(self, action: Callable[[], Any]) -> Any:
         """An action; with another keeper once more, when the one there is turns out to be dead."""
@@ -299,3 +229,8 @@ class CheckpointStore:
             self._lost.add(step)
             self.errors += 1
             self._say(f"checkpoint of step {step} was not saved: {problem}; training goes on, older checkpoints stay")
+
+
+def _named(working: Sequence[Mapping[str, Any]]) -> str:
+    """``upload of step 5, publication of step 6``."""
+    return ", ".join(dict.fromkeys(f"{work['what']} of step {work['step']}" for work in working))

@@ -8,7 +8,7 @@ from megascale_jax.checkpoint.restore import grid_of
 from megascale_jax.checkpoint.retention import Retention
 from megascale_jax.checkpoint.slot import Slot, SlotIndex
 from megascale_jax.checkpoint.stage_one import SlotLayout
-from megascale_jax.checkpoint.stage_two import Target, publish, tidy, write_part
+from megascale_jax.checkpoint.stage_two import Publication, Target, tidy, write_part
 from megascale_jax.config.schema import DataConfig
 from tests.build import experiment, plan_of, random_parameters
 
@@ -59,6 +59,7 @@ def published(folder, plan, step=7, launch="launch", compression="none", keep=2,
     target = Target(str(folder), 1, compression, Retention(keep), publish_limit_s=10, key_file=key_file)
     storage = target.storage()
     write_part(storage, target, slot, index)
-    manifest = publish(storage, target, index)
+    manifest = Publication(target, index).attempt()
+    assert manifest is not None
     tidy(storage, target, manifest)
     return manifest

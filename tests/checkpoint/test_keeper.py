@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from megascale_jax.checkpoint.holdings import Held, Rank, Request
+from megascale_jax.checkpoint.holdings import Held, Rank, Request, Work
 from megascale_jax.checkpoint.keeper import Keeper
 from megascale_jax.checkpoint.slot import Slot
 
@@ -16,7 +16,7 @@ def keeper(tmp_path):
 
 
 def holding(keeper, *, busy):
-    held = Held(Slot(4096), busy=busy)
+    held = Held(Slot(4096), readers=int(busy))
     keeper.ranks[0] = Rank({0: held})
     return held
 
@@ -35,18 +35,16 @@ def test_slot_is_not_given_while_stage_two_reads_it(keeper):
     time.sleep(0.05)
     assert given.is_alive()
     with keeper.changed:
-        held.busy = False
+        held.readers = 0
         keeper.changed.notify_all()
     given.join(10)
     assert not given.is_alive()
 
 
-def test_slot_in_use_is_not_replaced_or_released(keeper):
+def test_slot_in_use_is_neither_replaced_nor_released(keeper):
     holding(keeper, busy=True)
-    for op in ("release", "wait"):
-        keeper._working = 1
-        with pytest.raises(TimeoutError):
-            ask(keeper, op)
+    with pytest.raises(TimeoutError):
+        ask(keeper, "release")
     with pytest.raises(TimeoutError):
         keeper._replace(Request(0, keeper.ranks[0], {"slot": 0, "limit_s": 0.1}, []), Held(Slot(4096)))
 
@@ -62,10 +60,11 @@ def test_other_memory_than_the_keeper_holds_is_refused(keeper):
 def test_keeper_ends_when_all_is_over_or_nobody_comes(keeper):
     holding(keeper, busy=False)
     assert not keeper._has_ended()
-    keeper._working = 1
+    keeper.carriers.in_hand.append(Work("upload", 7))
     keeper.ranks[0].released = True
-    assert not keeper._has_ended(), "work in hand"
-    keeper._working = 0
+    assert not keeper._has_ended(), "an upload is in hand"
+    assert ask(keeper, "wait", limit_s=0.01)["working"] == [{"what": "upload", "step": 7}]
+    keeper.carriers.in_hand.clear()
     keeper._connections = 1
     assert not keeper._has_ended(), "a rank is there"
     keeper._connections = 0
