@@ -59,21 +59,23 @@ class CheckpointStore:
         """How long the newest save held up the training, seconds."""
         self._settings, self._say = settings, say
 
+        opened: list[Storage] = []
+
         def introduce() -> dict[str, str]:
-            self._storage = Storage(url, settings.key_file)
+            opened.append(Storage(url, settings.key_file))
             if settings.key_file is not None:
                 Cipher(settings.key_file)
             return {"launch": secrets.token_hex(8), "secret": secrets.token_hex(32), "run": run_identity}
 
         shared = all_results(introduce, CheckpointError)[0]
+        self._storage = opened[0]
         self._grid, self._fingerprint = grid_of(plan), fingerprint(plan)
         self._launch, self._run = shared["launch"], shared["run"]
         self._layout = SlotLayout(plan, self._grid)
         folder = keeper_folder(f"{self._run} {self._storage.url}")  # a copied run folder is another run's
         self._memory = HostMemory(folder, self._layout, self._fingerprint, shared["secret"], settings.limit_s)
-        broadcasts = (
-            self._memory.num_hosts > 1 if settings.restore == "auto" else settings.restore == "broadcast"
-        )  # one page cache is enough
+        # one node reads as fast without: its page cache holds what another rank has read
+        broadcasts = self._memory.num_hosts > 1 if settings.restore == "auto" else settings.restore == "broadcast"
         self._recovery = Recovery(self._memory, self._storage, plan, self._grid, self._run, broadcasts, say)
         self._lost: set[int] = set()
         self._newest_step = 0
@@ -126,32 +128,30 @@ class CheckpointStore:
         """
         limit_s, began = self._settings.limit_s, time.monotonic()
         try:
-            while True:
-                waited_s = time.monotonic() - began
-                with self._turn:
-                    status = self._with_keeper(lambda: self._memory.finish(max(0.0, min(SAY_S, limit_s - waited_s))))
-                    self._heed(status)
-                if not (working := status["working"]):
-                    break
+            while working := self._finish(began + limit_s - time.monotonic()):
                 waited_s = time.monotonic() - began
                 if waited_s >= limit_s:
                     self._give_up(working)
                     break
-                self._say(
-                    f"waiting for the {_named(working)} in the keeper, process {self.keeper_pid}: {waited_s:.0f} of at most {limit_s} s"
-                )
+                keeper = f"the keeper, process {self.keeper_pid}"
+                self._say(f"waiting for the {_named(working)} in {keeper}: {waited_s:.0f} s of at most {limit_s} s")
         except (OSError, CheckpointError) as error:
             self._failed(self._newest_step, str(error))
         self.durable()
+
+    def _finish(self, left_s: float) -> list[dict[str, Any]]:
+        """What the keeper still has in hand after `SAY_S`, or the time left."""
+        with self._turn:
+            status = self._with_keeper(lambda: self._memory.finish(max(0.0, min(SAY_S, left_s))))
+            self._heed(status)
+        return status["working"]
 
     def _give_up(self, working: Sequence[Mapping[str, Any]]) -> None:
         uploads = [work for work in working if work["what"] == UPLOAD]
         for step in sorted({work["step"] for work in working if work["what"] != UPLOAD}):
             self._failed(step, f"stage 2 did not end within {self._settings.limit_s} s")
         if uploads:
-            self._say(
-                f"the {_named(uploads)} goes on in the keeper, process {self.keeper_pid}, which ends once it is done; keep that alive"
-            )
+            self._say(f"the {_named(uploads)} goes on in the keeper, process {self.keeper_pid}, which ends after it: let that live")
 
     def durable(self) -> dict[str, Any] | None:
         """The newest checkpoint this launch published (``step``, ``created_unix_s``), and what failed is said; ``None``: none yet.
