@@ -53,6 +53,8 @@ def train(
         folder.check_clear()
     else:
         folder.check(resolved)
+        if processes.index == 0:
+            folder.check_place(resolved)
         if summary := folder.finished(resolved):
             if processes.index == 0:
                 _show_finished(console, folder, summary, command, json)

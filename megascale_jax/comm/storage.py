@@ -7,7 +7,7 @@ OSError (`StorageError` for what TensorStore says), so a full disk and a lost ne
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,16 @@ class Storage:
     def write(self, key: str, value: bytes) -> None:
         """Make ``value`` the key's value in one step; on the disk when this returns."""
         self._wait(self.begin_write(key, value))
+
+    def change(self, key: str, by: Callable[[bytes | None], bytes | None]) -> None:
+        """Make a key's value what ``by`` makes of it (``None``: not there, or as it is), if nobody else writes it meanwhile.
+
+        Raises StorageError when somebody does, and whatever ``by`` raises.
+        """
+        found = wait(self._store.read(key))
+        value = by(None if found.state == "missing" else found.value)
+        if value is not None and not wait(self._store.write(key, value, if_equal=found.stamp.generation)).generation:
+            raise StorageError(f"{self.url}/{key} was written by another process at the same time; try again")
 
     def append(self, key: str, line: str) -> None:
         """Add a line to a text that one process at a time writes."""

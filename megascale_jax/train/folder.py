@@ -8,9 +8,10 @@ number (`config.checks.RESUMABLE`) may change; anything else is refused with the
 
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from megascale_jax.checkpoint.manifest import newest_good, read_manifest
+from megascale_jax.checkpoint.owner import OWNER, Owner, claim, read_owner
 from megascale_jax.comm.storage import Storage
 from megascale_jax.config.checks import difference_blocks_resume
 from megascale_jax.config.cluster import JOB_FOLDER
@@ -47,8 +49,12 @@ class RunFolder:
 
     def storage(self, experiment: Experiment | None = None) -> Storage:
         """Where the checkpoints lie, by this configuration or the one that the run was started with."""
-        settings = (experiment or self.experiment()).train.checkpoint
-        return Storage(settings.place or self.path / CHECKPOINTS, settings.key_file)
+        experiment = experiment or self.experiment()
+        return Storage(self.place(experiment), experiment.train.checkpoint.key_file)
+
+    def place(self, experiment: Experiment) -> str | Path:
+        """The same without looking there."""
+        return experiment.train.checkpoint.place or self.path / CHECKPOINTS
 
     def experiment(self) -> Experiment:
         """The configuration that the run was started with. Raises RunFolderError when this is no run."""
@@ -70,7 +76,7 @@ class RunFolder:
 
     def _known_identity(self) -> str:
         file = self.path / IDENTITY_FILE
-        return file.read_text() if file.is_file() else ""
+        return file.read_text().strip() if file.is_file() else ""
 
     def identity(self) -> str:
         """A name of this run that no other one has, also none that was here before; made when it is first asked for."""
@@ -84,7 +90,7 @@ class RunFolder:
         existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise RunFolderError(f"{self.path} cannot be made: {existing} is no writable folder; choose another with --run-folder")
-        if existing != self.path or all(entry.name == JOB_FOLDER for entry in self.path.iterdir()):
+        if existing != self.path or {entry.name for entry in self.path.iterdir()} <= {LOCK_FILE, IDENTITY_FILE}:
             return self._check_newest(experiment)
         if not (self.path / CONFIG_FILE).is_file():
             raise RunFolderError(f"{self.path} exists and is not a run folder (no {CONFIG_FILE}); choose another with --run-folder")
@@ -99,17 +105,52 @@ class RunFolder:
         """The same for the newest checkpoint; on remote storage there may be one although the folder is new."""
         storage = self.storage(experiment)
         step = self.latest(experiment)
-        if step is None and (foreign := newest_good(storage)) is not None:
-            raise RunFolderError(
-                f"{storage.url} holds step {foreign.step} of another run and nothing of this one; move it away, choose another "
-                "--run-folder, or start anew with --fresh"
-            )
-        if step is not None:
+        if step is None:
+            self._refuse_foreign(storage, "")
+        else:
             stored = read_manifest(storage, step).description.get("experiment")
             if not isinstance(stored, str):
                 raise RunFolderError(f"checkpoint {storage.url}/{step} was not written by `megascale train`; remove it")
             saved = Experiment.model_validate_json(stored)
             self._refuse(saved, experiment, f"checkpoint {storage.url}/{step} is of another model or run")
+
+    def check_place(self, experiment: Experiment) -> None:
+        """Refuse a place for checkpoints that is another run's. Raises RunFolderError, CheckpointError or OSError; writes nothing.
+
+        For the rank that owns the folder: only where that lies it is known which run this is.
+        """
+        storage = self.storage(experiment)
+        self._refuse_owner(experiment, storage, read_owner(storage))
+        self._refuse_foreign(storage, self._known_identity() or "none yet")
+
+    @staticmethod
+    def _refuse_foreign(storage: Storage, run: str) -> None:
+        if newest_good(storage, run) is None and (foreign := newest_good(storage)) is not None:
+            raise RunFolderError(
+                f"{storage.url} holds step {foreign.step} of another run and nothing of this one; move it away, choose another "
+                "--run-folder or train.checkpoint.place, or start anew with --fresh"
+            )
+
+    def _refuse_owner(self, experiment: Experiment, storage: Storage, owner: Owner | None) -> None:
+        identity = self._known_identity()
+        if owner is None:
+            return
+        if owner.run != identity:
+            raise RunFolderError(
+                f"{storage.url} belongs to the run {owner.run} in {owner.run_folder}; choose another train.checkpoint.place, or go on with "
+                f"that run by its --run-folder (should that be lost, write {owner.run} into {IDENTITY_FILE} of an empty folder)"
+            )
+        if experiment.train.checkpoint.place is not None and self._is_copy_of(Path(owner.run_folder)):
+            raise RunFolderError(
+                f"{storage.url} belongs to the run in {owner.run_folder}, of which {self.path} is a copy; choose another "
+                "train.checkpoint.place for the copy, or remove the original"
+            )
+
+    def _is_copy_of(self, folder: Path) -> bool:
+        """Whether the same run's folder still is there, and is another one than this."""
+        with suppress(OSError):  # of another machine, or not for us to see
+            return not folder.samefile(self.path) and RunFolder(folder)._known_identity() == self._known_identity()
+        return False
 
     def finished(self, experiment: Experiment) -> RunSummary | None:
         """The summary when the run already has all its steps, else ``None``."""
@@ -133,15 +174,28 @@ class RunFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other processes from training here. Raises RunFolderError when one does; a lock dies with its process."""
-        lock = FileLock(self.path / LOCK_FILE, timeout=0)
-        try:
-            lock.acquire()
-        except Timeout as error:
-            raise RunFolderError(f"another process trains in {self.path}; wait for it, stop it, or choose another --run-folder") from error
-        try:
+        with _locked(self.path, f"another process trains in {self.path}; wait for it, stop it, or choose another --run-folder"):
             yield
-        finally:
-            lock.release()
+
+    @contextmanager
+    def taken(self, experiment: Experiment, *, fresh: bool = False) -> Iterator[None]:
+        """This process alone trains in the folder, which is there then, and owns the place of the checkpoints.
+
+        ``fresh`` removes an earlier run first. Raises RunFolderError when another process or run has one of them; nothing is removed then.
+        """
+        if fresh:
+            self.check_clear()
+        storage = self.storage(experiment)
+        refusal = f"another process trains on {storage.url}; wait for it, stop it, or choose another train.checkpoint.place"
+        with self.locked(), nullcontext() if storage.folder is None else _locked(storage.folder, refusal):
+            if not fresh or experiment.train.checkpoint.place is not None:  # else all that is there goes
+                self.check_place(experiment)
+            if fresh:
+                self.clear(experiment)
+            self.create(experiment)
+            owner = Owner(self.identity(), str(self.path.absolute()), time.time())
+            claim(storage, owner, lambda found: self._refuse_owner(experiment, storage, found))
+            yield
 
     def check_clear(self) -> None:
         """Raise RunFolderError unless the folder holds nothing but what a run writes, whole or in part; removes nothing."""
@@ -155,19 +209,22 @@ class RunFolder:
                 f"{self.path} holds {foreign[0]!r}, which is not a run's, so it is not a run folder; choose another with --run-folder"
             )
 
-    def clear(self, experiment: Experiment | None = None) -> None:
-        """Remove a run and its checkpoints in it. Raises RunFolderError for a folder that holds anything else.
+    def clear(self, experiment: Experiment) -> None:
+        """Remove a run and its checkpoints in it. Raises RunFolderError for a folder that holds anything else. The caller holds the lock.
 
-        Checkpoints elsewhere are never removed, so with ``experiment`` the same is raised when there are some.
+        Checkpoints elsewhere are never removed, so the same is raised when there are some; without any the place is free again.
         """
         self.check_clear()
-        if experiment is not None and experiment.train.checkpoint.place is not None and self.latest(experiment) is not None:
-            raise RunFolderError(
-                f"{experiment.train.checkpoint.place} holds checkpoints of an earlier run; a new one needs another train.checkpoint.place"
-            )
-        if self.path.exists():
-            with self.locked():
-                shutil.rmtree(self.path)
+        if experiment.train.checkpoint.place is not None:
+            storage = self.storage(experiment)
+            if self.latest(experiment) is not None:
+                raise RunFolderError(f"{storage.url} holds checkpoints of an earlier run; a new one needs another train.checkpoint.place")
+            storage.delete(OWNER)
+        for entry in self.path.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry.name != LOCK_FILE:
+                entry.unlink()
 
     @staticmethod
     def _refuse(old: Experiment, new: Experiment, what: str) -> None:
@@ -177,3 +234,18 @@ class RunFolder:
             raise RunFolderError(
                 f"{what}:{shown}\ngive the old values to resume, choose another folder with --run-folder, or start anew with --fresh"
             )
+
+
+@contextmanager
+def _locked(folder: Path, refusal: str) -> Iterator[None]:
+    """A lock on a folder, which is made if it is not there. Raises RunFolderError when another process has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / LOCK_FILE, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise RunFolderError(refusal) from error
+    try:
+        yield
+    finally:
+        lock.release()

@@ -12,7 +12,7 @@ checkpoint and repeats the same steps bit for bit.
 import gc
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,13 @@ import jax
 import numpy as np
 
 from megascale_jax.checkpoint.two_stage import CheckpointStore
+from megascale_jax.comm.agree import all_results
 from megascale_jax.config.difference import differences
 from megascale_jax.config.schema import Experiment
 from megascale_jax.data.mixture import TrainingData, as_training_data
 from megascale_jax.data.pipeline import BatchIterator, held_out_batches
 from megascale_jax.data.prepared import Prepared
+from megascale_jax.errors import RunFolderError
 from megascale_jax.model.flops import count_parameters, flops_per_token
 from megascale_jax.observe.metrics import EVENT_CHECKPOINT, EVENT_CHECKPOINT_ERROR, EVENT_RESUME, EVENT_SKIP, MetricsWriter
 from megascale_jax.observe.progress import TrainingProgress, format_duration
@@ -56,9 +58,10 @@ class Trainer:
     """One process's part of a run. `comm.init.start` has been called; `run` may be called once."""
 
     def __init__(self, experiment: Experiment, folder: RunFolder, prepared: TrainingData | Prepared, *, fresh: bool = False):
-        """Plan the run and make its folder; ``fresh`` removes an earlier run there first.
+        """Plan the run, take its folder and meet the other ranks; ``fresh`` removes an earlier run there first.
 
-        Raises ConfigError when the plan does not fit the devices; nothing has been written then.
+        Raises ConfigError when the plan does not fit the devices; nothing has been written then. Raises RunFolderError, on all ranks, when
+        the folder or the place of the checkpoints is another's; no keeper has been spoken to then.
         """
         self.experiment, self.folder, self.prepared = experiment, folder, as_training_data(prepared)
         self.plan: Plan = make_plan(experiment, jax.devices())
@@ -70,22 +73,27 @@ class Trainer:
         self.tier = "durable"
         self.data_wait_s = 0.0
         self.commit = source_commit()
-        if self.is_first:
-            if fresh:
-                folder.clear(experiment)
-            folder.create(experiment)
-            self.tokenizer = self.prepared.tokenizer.save(folder.path)
-        _wait_for_all("run folder")
         self.metrics: MetricsWriter | None = None
         self.progress: TrainingProgress | None = None
-        identity = folder.identity() if self.is_first else ""
-        self.store = CheckpointStore(folder.storage(experiment).url, identity, self.plan, experiment.train.checkpoint, self._say)
+        self.tokenizer: str | None = None
+        with ExitStack() as held:
+
+            def take() -> str:
+                if not self.is_first:
+                    return ""
+                held.enter_context(folder.taken(experiment, fresh=fresh))
+                self.tokenizer = self.prepared.tokenizer.save(folder.path)
+                return folder.identity()
+
+            identity = all_results(take, RunFolderError)[0]
+            self.store = CheckpointStore(folder.place(experiment), identity, self.plan, experiment.train.checkpoint, self._say)
+            self._held = held.pop_all()
 
     def run(self, stop: Any) -> Outcome:
         """Train from the newest checkpoint, or from the start, until done or until any rank's ``stop.asked``."""
         train = self.experiment.train
         with (
-            self.folder.locked() if self.is_first else nullcontext(),
+            self._held,
             self.store,  # an error in the loop must not lose the save in flight
             train_batches(self.prepared, train, self._batch_layout) as batches,
         ):
@@ -221,7 +229,7 @@ class Trainer:
         description = {
             "experiment": self.experiment.model_dump_json(),
             "data": batches.state(),
-            "tokenizer": self.tokenizer if self.is_first else None,
+            "tokenizer": self.tokenizer,
             "commit": self.commit,
             "versions": library_versions(),
         }
@@ -279,13 +287,6 @@ class Trainer:
 
 def _is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
-
-
-def _wait_for_all(what: str) -> None:
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(what)
 
 
 @contextmanager

@@ -150,7 +150,7 @@ def test_training_goes_on_when_the_disk_is_full(prepared, unbroken, tmp_path):
     assert outcome.summary.checkpoint_errors == trainer.store.errors >= 1
     assert losses(path) == unbroken[0]
     assert published_steps(path / "checkpoints") == [4]
-    assert {entry.name for entry in (path / "checkpoints").iterdir()} == {"4", "deletions.jsonl"}
+    assert {entry.name for entry in (path / "checkpoints").iterdir()} == {"4", "deletions.jsonl", "run.json", ".lock"}
     resource.prlimit(trainer.store.keeper_pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert run(tiny(), prepared, path).summary.resumed_from == STEPS, "what did not reach the disk stayed in memory"
     assert losses(path) == unbroken[0]
@@ -188,8 +188,8 @@ def test_foreign_folder_is_left_alone(tmp_path):
     with pytest.raises(RunFolderError, match="not a run folder"):
         folder.check(tiny())
     with pytest.raises(RunFolderError, match=r"holds 'thesis\.txt', which is not a run's"):
-        folder.clear()
-    assert (tmp_path / "thesis.txt").read_text() == "mine"
+        folder.clear(tiny())
+    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 def test_description_says_what_the_checkpoint_belongs_to(prepared, tmp_path):
@@ -200,15 +200,18 @@ def test_description_says_what_the_checkpoint_belongs_to(prepared, tmp_path):
     assert description["versions"]["jax"]
 
 
-def test_second_process_in_one_run_folder_is_refused(prepared, tmp_path):
-    folder = RunFolder(tmp_path / "run")
+def test_second_process_in_one_run_folder_is_refused(prepared, tmp_path, monkeypatch):
+    """Before it speaks to the first one's keeper, or removes anything."""
+    folder, keepers = RunFolder(tmp_path / "run"), tmp_path / "keepers"
     first = Trainer(tiny(steps=1), folder, prepared)
-    with folder.locked():
+    monkeypatch.setenv("MEGASCALE_KEEPER", str(keepers))
+    for fresh in (False, True):
         with pytest.raises(RunFolderError, match="another process trains in"):
-            first.run(StopAt())
-        with pytest.raises(RunFolderError, match="another process trains in"):
-            folder.clear()
+            Trainer(tiny(steps=1), folder, prepared, fresh=fresh)
+    assert not keepers.exists()
+    monkeypatch.undo()
     assert first.run(StopAt()).summary is not None
+    assert run(tiny(steps=2), prepared, folder.path).summary.resumed_from == 1, "the lock is gone with the run"
 
 
 def test_damaged_configuration_or_summary_of_a_run_is_no_dead_end(prepared, tmp_path):
@@ -219,8 +222,7 @@ def test_damaged_configuration_or_summary_of_a_run_is_no_dead_end(prepared, tmp_
     (folder.path / "config.yaml").write_text("model:")
     with pytest.raises(RunFolderError, match=r"damaged: start anew with --fresh"):
         folder.check(tiny(steps=1))
-    folder.clear()
-    assert not folder.path.exists()
+    assert run(tiny(steps=1), prepared, folder.path, fresh=True).summary.resumed_from is None
 
 
 def test_refused_resume_changes_nothing(prepared, tmp_path):
