@@ -269,6 +269,21 @@ def test_save_whose_other_parts_never_come_fails_at_the_limit_and_leaves_nothing
     assert not (run.folder / "2").exists()
 
 
+def test_newer_save_is_published_without_the_older_one_whose_other_part_never_comes(run):
+    here = plan(data=2)
+    store = run.store(here)
+    store._target = store._target.__class__(**{**vars(store._target), "ranks": 2, "publish_limit_s": 1000})
+    for step in (1, 2):
+        store.save(step, random_state(here), {})
+    reports = run.folder / "2" / f"{store._launch}.parts"
+    until(lambda: (reports / "0.json").is_file())
+    (reports / "1.json").write_bytes(Part(1).to_bytes())  # the first rank of a plan for one owns every block
+    store.wait()
+    assert published_steps(run.folder) == [2] and store.durable()["step"] == 2
+    assert store.errors == 1 and [line for line in run.said if "step 1 was not saved" in line and "step 2 was published meanwhile" in line]
+    assert not (run.folder / "1").exists()
+
+
 def test_part_that_is_missing_is_never_published(run):
     """A report without its blocks, as after a folder was lost: the older checkpoints stay, nothing is published in their place."""
     here = plan(data=2)

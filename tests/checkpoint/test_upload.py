@@ -1,9 +1,14 @@
 """A further copy through fsspec: whole, verified, and only then may the first copy go."""
 
 import json
+import os
+import shutil
+import time
 
+import psutil
 import pytest
 
+from megascale_jax.checkpoint import two_stage
 from megascale_jax.checkpoint.inspect import verify
 from megascale_jax.checkpoint.manifest import published_steps
 from megascale_jax.checkpoint.retention import Retention, apply
@@ -69,6 +74,35 @@ def test_keeper_uploads_and_says_what_it_could_not(tmp_path, monkeypatch):
     store.close(is_over=True)
     assert published_steps(blocked / "deep") == [1, 2, 3]
     assert published_steps(tmp_path / "here") == [3]
+
+
+def test_end_of_a_run_says_what_it_waits_for_and_leaves_a_long_upload_to_the_keeper(tmp_path, monkeypatch):
+    """A pipe stands where a file should be, so the keeper cannot write it until somebody reads."""
+    monkeypatch.setenv("MEGASCALE_KEEPER", str(tmp_path / "keeper"))
+    monkeypatch.setattr(two_stage, "SAY_S", 0.2)
+    here, said, there = plan(data=2), [], tmp_path / "there"
+    settings = CheckpointConfig(limit_s=30, upload=f"file://{there}")
+    store = CheckpointStore(tmp_path / "here", tmp_path.name, here, settings, said.append)
+    pipe = there / "7" / store._launch / "manifest.ocdbt"
+    pipe.parent.mkdir(parents=True)
+    os.mkfifo(pipe)
+    store.save(7, random_state(here), {})
+    limit = time.monotonic() + settings.limit_s
+    while store.durable() is None:
+        assert time.monotonic() < limit, said
+        time.sleep(0.02)
+    store._settings = settings.model_copy(update={"limit_s": 1})
+    store.close(is_over=True)
+    keeper = psutil.Process(store.keeper_pid)
+    assert said[0].startswith(f"waiting for the upload of step 7 in the keeper, process {keeper.pid}: 0 s of at most 1 s")
+    assert said[-1] == f"the upload of step 7 goes on in the keeper, process {keeper.pid}, which ends after it: let that live"
+    assert store.errors == 0 and keeper.is_running() and published_steps(there) == []
+    os.link(pipe, tmp_path / "pipe")
+    shutil.copyfile(tmp_path / "here/7" / store._launch / pipe.name, tmp_path / "whole")
+    (tmp_path / "whole").replace(pipe)
+    with (tmp_path / "pipe").open("r+b", buffering=0):
+        keeper.wait(settings.limit_s)
+    assert published_steps(there) == [7]
 
 
 def test_one_that_cannot_be_uploaded_does_not_hold_up_the_next(tmp_path):

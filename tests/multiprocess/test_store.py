@@ -16,6 +16,7 @@ import pytest
 
 from megascale_jax.checkpoint.manifest import published_steps, read_manifest
 from megascale_jax.comm.storage import Storage
+from tests.checkpoint.test_two_stage import flip, slots_of
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 150
@@ -120,3 +121,30 @@ def test_rank_killed_after_stage_one_loses_nothing(cluster):
     restored = cluster.start(2, {"data": 2}, hosts=2)
     assert [one["step"] for one in restored] == [5] * 2
     assert published_steps(cluster.checkpoints) == [3, 5]
+
+
+def test_rank_whose_own_memory_rots_gets_the_same_step_from_the_next_host(cluster):
+    mesh = {"data": 2}
+    cluster.start(2, mesh, hosts=2, save=[3, 7], rot=1)
+    restored = cluster.start(2, mesh, hosts=2)
+    assert [(one["step"], one["tier"]) for one in restored] == [(7, "peer")] * 2
+    for one in restored:
+        assert len(one["said"]) == 1 and "step 7 in memory is no good on rank 1, trying copies on other hosts" in one["said"][0]
+    again = cluster.start(2, mesh, hosts=2, rot=1)
+    assert [(one["step"], one["tier"], one["said"]) for one in again] == [(7, "local", [])] * 2
+    for pid in cluster.keepers.values():  # and the copies: those that were good are damaged, those that were damaged stay so
+        for slot in slots_of(pid):
+            flip(slot)
+    restored = cluster.start(2, mesh, hosts=2)
+    assert [(one["step"], one["tier"]) for one in restored] == [(7, "durable")] * 2
+    assert all("step 7 in memory is passed over" in one["said"][-1] for one in restored)
+    again = cluster.start(2, mesh, hosts=2)
+    assert [(one["tier"], one["said"]) for one in again] == [("durable", [])] * 2, "what is damaged is not offered a second time"
+
+
+def test_all_ranks_say_the_same_when_one_of_them_cannot_begin(cluster):
+    """And none waits for one that is gone: afterwards they meet as if nothing had been."""
+    what = ["storage", "keeper", "held", "peers", "naming of the peer"]
+    found = cluster.start(2, {"data": 2}, hosts=2, fail=what, fails_on=1, save=[3])
+    assert [one["refused"] for one in found] == [[f"OSError: no {one} for us" for one in what]] * 2
+    assert [one["errors"] for one in found] == [0, 0] and published_steps(cluster.checkpoints) == [3]
