@@ -107,6 +107,16 @@ def host_lost(drill: Drill) -> int | None:
     return step if step in published_steps(drill.storage) else None
 
 
+def host_lost_silently(drill: Drill) -> int:
+    """The same, and nobody starts the run again: the next save must not wait for the part that never comes."""
+    drill.next()
+    victim = drill.rng.choice(drill.cluster.ranks)
+    drill.wait_a_moment()
+    victim.kill_keeper()
+    victim.recover(memory_is_lost=True)
+    return drill.next()
+
+
 def disk_full(drill: Drill) -> int | None:
     """The disk has room for a random part of a checkpoint; afterwards somebody makes room.
 
@@ -214,6 +224,7 @@ KINDS = (
     publisher_killed,
     all_keepers_killed,
     host_lost,
+    host_lost_silently,
     disk_full,
     flipped_byte,
     truncated_file,

@@ -7,6 +7,7 @@
     STEP/uploaded.json            a copy is where `upload.py` put it, verified
     STEP/damaged.json             a reader found a wrong checksum; kept for a look, never used again
     deletions.jsonl               what was removed, when, and why
+    run.json                      which run these are of (`owner.py`)
 
 ``LAUNCH`` names one start of a run, so what a killed start left half written is never mixed with what the next one writes.
 A manifest carries a checksum of itself; the arrays carry one for every block and every node of the database. Which

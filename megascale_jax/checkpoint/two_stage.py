@@ -79,6 +79,7 @@ class CheckpointStore:
         self._recovery = Recovery(self._memory, self._storage, plan, self._grid, self._run, broadcasts, say)
         self._lost: set[int] = set()
         self._newest_step = 0
+        self._waiting_since: float | None = None
         self._durable: dict[str, Any] | None = None
         self._failures: list[dict[str, Any]] = []
         self._turn, self._news, self._closed = threading.RLock(), threading.Lock(), threading.Event()
@@ -113,7 +114,7 @@ class CheckpointStore:
 
     def save(self, step: int, state: Named, description: Mapping[str, Any]) -> None:
         """Stage 1 of a checkpoint; stage 2 goes on by itself. Never raises for memory, disk or keeper."""
-        began, self._newest_step = time.monotonic(), step
+        began, self._newest_step, self._waiting_since = time.monotonic(), step, None
         index = SlotIndex(step, self._launch, jax.process_index(), self._grid.stored, self._layout.blocks, self._fingerprint, description)
         try:
             self._with_keeper(lambda: self._memory.fill(state, index, self._target))
@@ -124,9 +125,11 @@ class CheckpointStore:
     def wait(self) -> None:
         """Until every save is published, and uploaded, or has failed; says what it waits for. Never raises for memory, disk or keeper.
 
-        What is not published within the limit counts as failed. An upload goes on in the keeper then, and is no loss.
+        What is not published within the limit counts as failed. An upload goes on in the keeper then, and is no loss. To wait again
+        without another save does not take longer.
         """
-        limit_s, began = self._settings.limit_s, time.monotonic()
+        limit_s, began = self._settings.limit_s, self._waiting_since or time.monotonic()
+        self._waiting_since = began
         try:
             while working := self._finish(began + limit_s - time.monotonic()):
                 waited_s = time.monotonic() - began

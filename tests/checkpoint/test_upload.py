@@ -92,7 +92,10 @@ def test_end_of_a_run_says_what_it_waits_for_and_leaves_a_long_upload_to_the_kee
         assert time.monotonic() < limit, said
         time.sleep(0.02)
     store._settings = settings.model_copy(update={"limit_s": 1})
+    store.wait()
+    words = len(said)
     store.close(is_over=True)
+    assert len(said) == words + 1, "it does not wait all over again"
     keeper = psutil.Process(store.keeper_pid)
     assert said[0].startswith(f"waiting for the upload of step 7 in the keeper, process {keeper.pid}: 0 s of at most 1 s")
     assert said[-1] == f"the upload of step 7 goes on in the keeper, process {keeper.pid}, which ends after it: let that live"
