@@ -106,7 +106,7 @@ class RunFolder:
         storage = self.storage(experiment)
         step = self.latest(experiment)
         if step is None:
-            self._refuse_foreign(storage, "")
+            self._refuse_foreign(storage, self._known_identity())
         else:
             stored = read_manifest(storage, step).description.get("experiment")
             if not isinstance(stored, str):
