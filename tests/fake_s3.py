@@ -83,6 +83,9 @@ def fake_s3() -> Iterator[tuple[str, FakeS3]]:
                     there = f'"{hashlib.md5(store.objects[key]).hexdigest()}"' if key in store.objects else None
                     if (self.headers.get("If-None-Match") == "*" and there) or self.headers.get("If-Match", there) != there:
                         return self._answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
+                    if len(store.written) == store.refuse_after_writes:
+                        return self._answer(403, b"<Error><Code>AccessDenied</Code></Error>")
+                    store.written.append(key)
                     store.objects[key] = body
                     return self._answer(200, ETag=f'"{hashlib.md5(body).hexdigest()}"')
                 if self.command == "DELETE":

@@ -7,7 +7,7 @@ OSError (`StorageError` for what TensorStore says), so a full disk and a lost ne
 
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -71,9 +71,9 @@ class Storage:
 
         Raises StorageError when somebody does, and whatever ``by`` raises.
         """
-        found = wait(self._store.read(key))
+        found = self._wait(self._store.read(key))
         value = by(None if found.state == "missing" else found.value)
-        if value is not None and not wait(self._store.write(key, value, if_equal=found.stamp.generation)).generation:
+        if value is not None and not self._wait(self._store.write(key, value, if_equal=found.stamp.generation)).generation:
             raise StorageError(f"{self.url}/{key} was written by another process at the same time; try again")
 
     def append(self, key: str, line: str) -> None:

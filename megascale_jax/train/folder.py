@@ -90,7 +90,7 @@ class RunFolder:
         existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise RunFolderError(f"{self.path} cannot be made: {existing} is no writable folder; choose another with --run-folder")
-        if existing != self.path or {entry.name for entry in self.path.iterdir()} <= {LOCK_FILE, IDENTITY_FILE}:
+        if existing != self.path or {entry.name for entry in self.path.iterdir()} <= {LOCK_FILE, IDENTITY_FILE, JOB_FOLDER}:
             return self._check_newest(experiment)
         if not (self.path / CONFIG_FILE).is_file():
             raise RunFolderError(f"{self.path} exists and is not a run folder (no {CONFIG_FILE}); choose another with --run-folder")

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.checkpoint.fake_s3 import fake_s3
+from tests.fake_s3 import fake_s3
 
 from megascale_jax.checkpoint.owner import Owner, claim, read_owner
 from megascale_jax.comm.storage import Storage
