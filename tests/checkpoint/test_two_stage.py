@@ -321,6 +321,7 @@ def test_late_answers_are_not_taken_for_others(run):
         client._channel.limit(0.05)
         os.kill(store.keeper_pid, signal.SIGSTOP)
         try:
+            until(lambda: all(thread.read_text().split()[2] == "T" for thread in Path(f"/proc/{store.keeper_pid}/task").glob("*/stat")))
             client._channel.send({"op": "status", "limit_s": 1})
             with pytest.raises(ConnectionError):
                 client._channel.receive()
