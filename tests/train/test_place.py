@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.fake_s3 import fake_s3
 
 from megascale_jax.checkpoint.owner import Owner, claim, read_owner
 from megascale_jax.comm.storage import Storage
@@ -14,6 +13,7 @@ from megascale_jax.errors import CheckpointError, RunFolderError, StorageError
 from megascale_jax.train.folder import RunFolder
 from tests.build import experiment
 from tests.checkpoint.states import plan, published
+from tests.fake_s3 import fake_s3
 
 
 @pytest.fixture(params=["folder", "s3"])
