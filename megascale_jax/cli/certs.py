@@ -28,8 +28,8 @@ def init(
 ) -> None:
     """Make an authority, certificates for the driver and for its clients, and the key that signs tokens.
 
-    The driver's certificate is also for localhost, 127.0.0.1 and ::1. Executors and operators need `ca.pem`, `client.pem`, `client.key`, `job` and
-    a token of their own; `ca.key`, `driver.key` and `signing.key` stay with the driver. A new folder, or --force, voids all tokens.
+    The driver's certificate is also for localhost, 127.0.0.1 and ::1. Executors and operators need `ca.pem`, `client.pem`, `client.key`,
+    `job` and a token of their own; `ca.key`, `driver.key` and `signing.key` stay with the driver. A new signing key voids all tokens.
     """
     from megascale_jax.cluster.link.certificates import make_folder
 

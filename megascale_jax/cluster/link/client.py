@@ -131,13 +131,13 @@ async def connect(
     context, token = security.client_context(), security.read_token()
     connection = _Connection(token, incoming, received, limits)
     try:
-        async with asyncio.timeout(4 * limits.first_frame_s):
+        async with asyncio.timeout(2 * limits.handshake_s):
             await loop.create_connection(
                 lambda: connection,
                 *address,
                 ssl=context,
                 server_hostname=security.server_name or address[0],
-                ssl_handshake_timeout=4 * limits.first_frame_s,
+                ssl_handshake_timeout=2 * limits.handshake_s,
                 ssl_shutdown_timeout=limits.first_frame_s,
             )
             await asyncio.wait([connection.admitted, connection.lost], return_when=asyncio.FIRST_COMPLETED)
@@ -149,7 +149,7 @@ async def connect(
         ) from error
     except TimeoutError as error:
         connection.hang_up(None)
-        raise LinkError(f"the driver at {_text(address)} did not answer within {4 * limits.first_frame_s:g} s") from error
+        raise LinkError(f"the driver at {_text(address)} did not answer within {2 * limits.handshake_s:g} s") from error
     except OSError as error:
         connection.hang_up(None)
         raise LinkError(f"no connection to the driver at {_text(address)}: {error}") from error

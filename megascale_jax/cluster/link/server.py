@@ -163,7 +163,7 @@ class LinkServer:
                 lambda: _Connection(self, address),
                 accepted,
                 ssl=self._context,
-                ssl_handshake_timeout=self.limits.first_frame_s,
+                ssl_handshake_timeout=self.limits.handshake_s,
                 ssl_shutdown_timeout=_CLOSING_S,
             )
         except OSError as error:

@@ -35,8 +35,10 @@ class Limits:
 
     frame_bytes: int = 256 << 10
     """Longest JSON of a frame."""
+    handshake_s: float = 10.0
+    """For the TLS handshake."""
     first_frame_s: float = 5.0
-    """From the end of the TLS handshake to a complete token; as long again for the handshake itself."""
+    """From the end of the TLS handshake to a complete token."""
     idle_s: float = 30.0
     """Without a complete frame from the other end."""
     keepalive_s: float = 10.0
