@@ -1,19 +1,17 @@
 """Starts this process's part of a run: platform, virtual devices, ``jax.distributed``, compilation cache.
 
-Every launcher sets the same three variables, ``MEGASCALE_COORDINATOR`` (``host:port`` of process 0),
-``MEGASCALE_NUM_PROCESSES`` and ``MEGASCALE_PROCESS_ID``; without them the run is one process. `start` must come before
-anything else touches a device. Every wait has a limit: a process that never comes ends the others' start after
+`start` must come before anything else touches a device. Every wait has a limit: a process that never comes ends the others' start after
 `START_TIMEOUT_S`, a collective of a dead CPU process fails after `CPU_COLLECTIVE_TIMEOUT_S`.
 """
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 
 from megascale_jax.comm.flags import prepare_process
+from megascale_jax.comm.processes import Processes
 from megascale_jax.config.schema import SystemConfig
 from megascale_jax.errors import UsageError
 
@@ -23,35 +21,7 @@ CPU_THREADS_PER_DEVICE = 8
 CPU_COLLECTIVE_TIMEOUT_S = 300
 CACHED_COMPILE_S = 0.1
 """Programs that took longer to compile than this are kept for the next start."""
-COORDINATOR = "MEGASCALE_COORDINATOR"
-NUM_PROCESSES = "MEGASCALE_NUM_PROCESSES"
-PROCESS_ID = "MEGASCALE_PROCESS_ID"
 CACHE = "MEGASCALE_CACHE"
-
-
-@dataclass(frozen=True)
-class Processes:
-    """The processes of a run and which of them this is."""
-
-    count: int = 1
-    index: int = 0
-    coordinator: str | None = None
-
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Processes":
-        """What the launcher said. Raises UsageError when it said only a part of it, or something impossible."""
-        values = {name: environment.get(name, "") for name in (COORDINATOR, NUM_PROCESSES, PROCESS_ID)}
-        if not any(values.values()):
-            return cls()
-        missing = [name for name, value in values.items() if not value]
-        if missing:
-            raise UsageError(f"{', '.join(missing)} not set, but another of the three is; a launcher sets all of {', '.join(values)}")
-        if not (values[NUM_PROCESSES].isdecimal() and values[PROCESS_ID].isdecimal()):
-            raise UsageError(f"{NUM_PROCESSES}={values[NUM_PROCESSES]!r} and {PROCESS_ID}={values[PROCESS_ID]!r}; expected two numbers")
-        count, index = int(values[NUM_PROCESSES]), int(values[PROCESS_ID])
-        if not 0 <= index < count:
-            raise UsageError(f"{PROCESS_ID} is {index}; expected a number in [0, {NUM_PROCESSES} = {count})")
-        return cls(count, index, values[COORDINATOR])
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
