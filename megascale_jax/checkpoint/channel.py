@@ -40,6 +40,10 @@ class Channel:
         """End the connection."""
         self._socket.close()
 
+    def local_address(self) -> str:
+        """This side's address, which the other host reaches."""
+        return self._socket.getsockname()[0]
+
     def limit(self, limit_s: float | None) -> None:
         """Change the limit; ``None``: wait for as long as the peer lives. Raises ConnectionError when the connection is closed."""
         try:

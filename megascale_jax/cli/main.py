@@ -8,7 +8,22 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from megascale_jax.cli import certs, checkpoint, compare, compile, config, data, huggingface, keep, sample, schedule, train
+from megascale_jax.cli import (
+    certs,
+    checkpoint,
+    compare,
+    compile,
+    config,
+    data,
+    diagnose,
+    drive,
+    huggingface,
+    job,
+    keep,
+    sample,
+    schedule,
+    train,
+)
 from megascale_jax.errors import CheckpointError, CompileError, LinkError, StorageError, UsageError
 
 app = typer.Typer(
@@ -26,11 +41,14 @@ app = typer.Typer(
     """,
 )
 app.command("train")(train.train)
+app.command("drive")(drive.drive)
+app.add_typer(job.app, name="job")
 app.command("sample")(sample.sample)
 app.command("compare")(compare.compare)
 app.command("keep")(keep.keep)
 app.command("schedule")(schedule.schedule)
 app.command("compile")(compile.compile_step)
+app.command("diagnose")(diagnose.diagnose)
 app.add_typer(data.app, name="data")
 checkpoint.app.command("export")(huggingface.export_model)
 checkpoint.app.command("import")(huggingface.import_model)

@@ -13,7 +13,7 @@ from megascale_jax.errors import UsageError
 
 type Status = Literal["pass", "warn", "fail", "not_run"]
 type Group = Literal["host", "gpu", "nic", "compute", "network"]
-type Fault = Literal["corruption", "gpu", "host", "nic", "network", "slow"]
+type Fault = Literal["corruption", "gpu", "host", "nic", "network", "slow", "unable"]
 
 PAIR = "pair"
 CORRUPTION = "corruption"
@@ -92,11 +92,29 @@ _CHECKS = (
     Check("nic_counters", "nic", "nic", "a physical NIC", 20, "a flapping or faulty link: check cable, transceiver and switch port"),
     Check("nic_settings", "nic", "nic", "a RoCE NIC and its tools", 40, "set the NIC up as the baseline says"),
     Check("nic_tcp", "nic", "nic", "a NIC with an IPv4 address", 30, "check the address and the firewall of the host"),
-    Check("nic_loopback", "nic", "nic", "an RDMA NIC and ib_write_bw", 300, "check PCIe link, IOMMU and NUMA placement of the NIC", compared=True),
+    Check(
+        "nic_loopback",
+        "nic",
+        "nic",
+        "an RDMA NIC and ib_write_bw",
+        300,
+        "check PCIe link, IOMMU and NUMA placement of the NIC",
+        compared=True,
+    ),
     Check("nic_to_nic", "nic", "nic", "two RDMA NICs and ib_write_bw", 300, "check cables and switch ports of the two NICs", compared=True),
-    Check("gemm", "compute", "slow", "JAX and a device", 120, "check clocks, power and temperature; replace a device that stays slow", compared=True),
+    Check(
+        "gemm",
+        "compute",
+        "slow",
+        "JAX and a device",
+        120,
+        "check clocks, power and temperature; replace a device that stays slow",
+        compared=True,
+    ),
     Check("copy", "compute", "slow", "JAX and a device", 60, "check memory errors and clocks of the device", compared=True),
-    Check(CORRUPTION, "compute", "corruption", "JAX and a device", 60, "take the node out at once: it computes wrong numbers without an error"),
+    Check(
+        CORRUPTION, "compute", "corruption", "JAX and a device", 60, "take the node out at once: it computes wrong numbers without an error"
+    ),
     Check("all_to_all", "network", "network", "two devices in the node", 120, "check NVLink and PCIe of the node", compared=True),
     Check(PAIR, "network", "network", "another node", 120, "check the node's NICs and its way to the switch"),
 )
