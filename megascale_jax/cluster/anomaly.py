@@ -52,6 +52,7 @@ class Watcher:
     attempt: int = 0
     _fastest_s: float | None = None
     _drifts: int = 0
+    _since: dict[tuple[str, int], float] = field(default_factory=dict)
     _traffic: dict[str, deque[float]] = field(default_factory=dict)
     _totals: dict[str, tuple[float, float]] = field(default_factory=dict)
 
@@ -66,6 +67,7 @@ class Watcher:
             self.limits.learn(process.longest_s)
         rules: Mapping[str, tuple[Mode, list[Suspicion]]] = {
             "exit": (self.config.rules.exit, list(_exits(placed))),
+            "halted": (self.config.rules.halted, list(self._halted(now_s, placed))),
             "no_progress": (self.config.rules.no_progress, list(self._stuck(placed))),
             "non_finite": (self.config.rules.non_finite, list(self._non_finite(placed))),
             "keyword": (self.config.rules.keyword, list(_keywords(placed))),
@@ -75,6 +77,15 @@ class Watcher:
         acting = tuple(one for mode, found in rules.values() if mode == "act" for one in found)
         observed = tuple(one for mode, found in rules.values() if mode == "observe" for one in found)
         return Findings(acting, observed)
+
+    def _halted(self, now_s: float, placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion]:
+        """Processes that a signal or a debugger has stopped; no section allows for that, not even a compilation."""
+        stopped = {(view.name, process.pid): process.rank for view, process in placed if process.state == "stopped"}
+        self._since = {key: self._since.get(key, now_s) for key in stopped}
+        limit_s = self.limits.limit_s("step")
+        for key, rank in stopped.items():
+            if now_s > self._since[key] + limit_s:
+                yield Suspicion(rule="halted", node=key[0], rank=rank, detail=f"stopped by a signal for {now_s - self._since[key]:.1f} s")
 
     def _stuck(self, placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion]:
         running = [(view, process) for view, process in placed if process.state in ("running", "stopped")]

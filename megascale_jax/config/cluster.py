@@ -39,6 +39,7 @@ class RulesConfig(_Section):
 
     missed_beats: Mode = Field(default="act", description="no beat of a node for lost_after_s")
     exit: Mode = Field(default="act", description="a training process ended with an error")
+    halted: Mode = Field(default="act", description="a process was stopped (SIGSTOP, a debugger) for longer than a step may take")
     no_progress: Mode = Field(default="act", description="longer in a section than its limit")
     keyword: Mode = Field(default="observe", description="a word in a log that names a fault, such as Xid or an uncorrectable error")
     non_finite: Mode = Field(default="act", description="non_finite_steps steps in a row were skipped")

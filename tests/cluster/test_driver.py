@@ -3,7 +3,9 @@
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import Phase as HypothesisPhase
 
+from megascale_jax.cluster.diagnose.checks import Outcome
 from megascale_jax.cluster.lifecycle import NodeStatus, Phase
 from megascale_jax.cluster.state import Ordered, Shape
 from megascale_jax.config.cluster import ClusterConfig, FloorsConfig
@@ -106,7 +108,7 @@ def test_a_driver_killed_at_any_moment_of_a_recovery_finishes_it(tmp_path) -> No
 
 
 def test_a_bad_node_found_by_its_checks_is_evicted(world) -> None:
-    world.sims["node-2"].finds = ({"check": "disk", "status": "fail", "reason": "no space", "numbers": [], "facts": {}},)
+    world.sims["node-2"].finds = (Outcome(check="disk", status="fail", reason="no space"),)
     world.crash("node-2")
     world.until_step(20)
     assert world.driver.state.nodes["node-2"].status == NodeStatus.EVICTED
@@ -142,7 +144,12 @@ def test_an_operator_stops_the_job(world) -> None:
 KINDS = ("crash", "executor", "power", "stopped", "behind", "driver", "partition")
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25,
+    deadline=None,
+    phases=[p for p in HypothesisPhase if p is not HypothesisPhase.shrink],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(faults=st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 5), st.floats(0, 12)), min_size=1, max_size=5))
 def test_random_faults_end_in_a_finished_run(tmp_path_factory, faults) -> None:
     config = CONFIG.model_copy(update={"strikes": 50, "fruitless_recoveries": 20})
