@@ -1,0 +1,246 @@
+"""Where a training process is, readable from outside at any moment: while it runs, hangs, is stopped, or after it was killed. No JAX.
+
+The process writes a small memory-mapped file, named by ``MEGASCALE_MARKS``; a supervisor of the host reads it. Nothing has to run in
+the process for that, no thread and no socket, so a process that waits for ever in a collective is seen as well as any other: the same
+*section* with a growing time. Without the variable every call returns at once.
+
+A *section* is what the process does now, a *pass* one stay in it. ``compile`` is the first step of a process with its compilation, and
+its first held-out batch likewise. ``data`` is the preparation of data and then each wait for a batch.
+
+The file has two slots that are written in turn, each whole with a counter and a checksum, so the older one can be read even
+if the process is stopped or dies in the middle of a write, and on processors that let writes overtake each other. Times are of
+CLOCK_MONOTONIC, which all processes of a host share.
+"""
+
+import math
+import mmap
+import os
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from megascale_jax.errors import UsageError
+
+MARKS = "MEGASCALE_MARKS"
+ATTEMPT = "MEGASCALE_ATTEMPT"
+SECTIONS = ("start", "join", "data", "restore", "compile", "step", "evaluate", "checkpoint", "end")
+UNTAUGHT_PASSES = {"step": 1}
+"""First passes of a process that say nothing of the later ones, so ``longest_s`` leaves them out: JAX may compile the second step anew."""
+STEP_TIME_WEIGHT = 0.1
+"""Weight of the newest step in the moving average of step times."""
+
+_MAGIC = b"MEGAMRK1"
+_HEADER = struct.Struct("<8sI")
+_SCALARS = ("sequence", "pid", "rank", "attempt", "step", "section", "entered_ns", "non_finite_in_a_row", "non_finite", "saved", "durable")
+_BODY = struct.Struct(f"<{len(_SCALARS)}q2d{3 * len(SECTIONS)}q")
+_LOSS = len(_SCALARS)
+_STEP_S = _LOSS + 1
+_PASSES = _STEP_S + 1
+_SLOT_BYTES = _BODY.size + 4
+_FILE_BYTES = _HEADER.size + 2 * _SLOT_BYTES
+_INDEX = {name: index for index, name in enumerate(_SCALARS)}
+_SECTION_INDEX = {name: index for index, name in enumerate(SECTIONS)}
+_PID, _STEP, _SECTION, _ENTERED = _INDEX["pid"], _INDEX["step"], _INDEX["section"], _INDEX["entered_ns"]
+_IN_A_ROW, _NON_FINITE, _SAVED, _DURABLE = _INDEX["non_finite_in_a_row"], _INDEX["non_finite"], _INDEX["saved"], _INDEX["durable"]
+_NONE = -1
+_READS = 5
+
+
+@dataclass(frozen=True)
+class MarksReading:
+    """What a process has written. Seconds; ``entered_ns`` on this host's CLOCK_MONOTONIC.
+
+    ``step``: completed steps. ``passes``, ``longest_s``, ``last_s``: completed passes by section, only sections that were completed
+    (``longest_s`` without `UNTAUGHT_PASSES`). ``loss``: of the newest step, may be NaN. ``non_finite``: steps that were skipped.
+    ``saved_step``: newest state in host memory; ``durable_step``: newest on storage. ``step_s``: moving average of step times.
+    """
+
+    pid: int
+    rank: int
+    attempt: int
+    step: int
+    section: str
+    entered_ns: int
+    passes: Mapping[str, int]
+    longest_s: Mapping[str, float]
+    last_s: Mapping[str, float]
+    loss: float | None
+    non_finite_in_a_row: int
+    non_finite: int
+    saved_step: int | None
+    durable_step: int | None
+    step_s: float | None
+
+
+class Marks:
+    """The writer; one per process, called by one thread. Starts in the section ``start``. ``clock`` returns monotonic nanoseconds."""
+
+    def __init__(self, path: Path | None = None, *, rank: int = 0, attempt: int = 0, clock: Callable[[], int] = time.monotonic_ns):
+        """Make the file, in place of an earlier one; ``None``: no file, and every call does nothing.
+
+        Raises UsageError when it cannot be made.
+        """
+        self._clock = clock
+        self._map: mmap.mmap | None = None
+        scalars = dict.fromkeys(_SCALARS, 0) | {"pid": os.getpid(), "rank": rank, "attempt": attempt, "saved": _NONE, "durable": _NONE}
+        self._values: list[float] = [*scalars.values(), math.nan, math.nan, *[0] * (3 * len(SECTIONS))]
+        if path is not None:
+            try:
+                self._map = _make_file(path)
+            except OSError as error:
+                raise UsageError(f"{path}: {error.strerror}; {MARKS} must name a file in a folder that this process can write") from error
+            self._values[_ENTERED] = clock()
+            self._write()
+            self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, _FILE_BYTES)
+
+    @classmethod
+    def from_environment(cls, rank: int, environment: Mapping[str, str] = os.environ) -> "Marks":
+        """Marks in the file that ``MEGASCALE_MARKS`` names, of the attempt ``MEGASCALE_ATTEMPT``.
+
+        Raises UsageError when the file cannot be made or the attempt is no number.
+        """
+        attempt = environment.get(ATTEMPT, "0")
+        if not attempt.isdecimal():
+            raise UsageError(f"{ATTEMPT}={attempt!r}; expected the number of this start, 0 or more")
+        path = environment.get(MARKS)
+        return cls(Path(path) if path else None, rank=rank, attempt=int(attempt))
+
+    def enter(self, section: str) -> None:
+        """The pass of the section so far is complete, and one of ``section`` begins."""
+        if self._map is None:
+            return
+        now = self._clock()
+        self._complete(now)
+        self._values[_SECTION] = _SECTION_INDEX[section]
+        self._values[_ENTERED] = now
+        self._write()
+
+    @contextmanager
+    def section(self, section: str) -> Iterator[None]:
+        """A pass inside the present one, which goes on afterwards and does not count the time; an exception leaves it uncounted."""
+        if self._map is None:
+            yield
+            return
+        outer, began = self._values[_SECTION], self._clock()
+        outer_ns = began - self._values[_ENTERED]
+        self._values[_SECTION] = _SECTION_INDEX[section]
+        self._values[_ENTERED] = began
+        self._write()
+        try:
+            yield
+            self._complete(self._clock())
+        finally:
+            self._values[_SECTION] = outer
+            self._values[_ENTERED] = self._clock() - outer_ns
+            self._write()
+
+    def step_done(self, step: int, loss: float, *, is_skipped: bool = False, step_s: float | None = None) -> None:
+        """``step`` steps are complete; the newest had ``loss`` and took ``step_s`` seconds (``None``: not measured)."""
+        if self._map is None:
+            return
+        values = self._values
+        values[_STEP], values[_LOSS] = step, loss
+        values[_IN_A_ROW] = values[_IN_A_ROW] + 1 if is_skipped else 0
+        values[_NON_FINITE] += is_skipped
+        if step_s is not None:
+            mean = values[_STEP_S]
+            values[_STEP_S] = step_s if math.isnan(mean) else mean + STEP_TIME_WEIGHT * (step_s - mean)
+        self._write()
+
+    def resumed(self, step: int) -> None:
+        """The run goes on after ``step`` steps."""
+        self._set(_STEP, step)
+
+    def saved(self, step: int) -> None:
+        """The state after ``step`` is in host memory: it survives the process."""
+        self._set(_SAVED, step)
+
+    def durable(self, step: int) -> None:
+        """The state after ``step`` is on storage: it survives the host."""
+        self._set(_DURABLE, step)
+
+    def _set(self, index: int, value: int) -> None:
+        if self._map is not None and self._values[index] != value:
+            self._values[index] = value
+            self._write()
+
+    def _complete(self, now: int) -> None:
+        values = self._values
+        section = int(values[_SECTION])
+        place, lasted = _PASSES + 3 * section, now - values[_ENTERED]
+        values[place] += 1
+        values[place + 2] = lasted
+        if lasted > values[place + 1] and values[place] > UNTAUGHT_PASSES.get(SECTIONS[section], 0):
+            values[place + 1] = lasted
+
+    def _write(self) -> None:
+        assert self._map is not None
+        self._values[0] += 1
+        body = _BODY.pack(*self._values)
+        begin = _HEADER.size + (int(self._values[0]) & 1) * _SLOT_BYTES
+        self._map[begin : begin + _SLOT_BYTES] = body + zlib.crc32(body).to_bytes(4, "little")
+
+
+def _make_file(path: Path) -> mmap.mmap:
+    # never the old file made shorter: a process that still has it mapped would get a SIGBUS
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, _FILE_BYTES)  # a full disk is an error here, and no SIGBUS later
+        return mmap.mmap(descriptor, _FILE_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+def read_marks(path: Path) -> MarksReading | None:
+    """The newest whole content of a file of marks; ``None`` when there is none, or it is no such file. Never raises."""
+    for _ in range(_READS):
+        try:
+            content = path.read_bytes()
+        except OSError:
+            return None
+        if len(content) != _FILE_BYTES or content[: _HEADER.size] != _HEADER.pack(_MAGIC, _FILE_BYTES):
+            return None
+        slots = [_slot(content, _HEADER.size + number * _SLOT_BYTES) for number in (0, 1)]
+        if whole := [slot for slot in slots if slot is not None]:
+            return _reading(max(whole, key=lambda values: values[0]))
+    return None
+
+
+def _slot(content: bytes, begin: int) -> tuple[float, ...] | None:
+    body = content[begin : begin + _BODY.size]
+    if zlib.crc32(body).to_bytes(4, "little") != content[begin + _BODY.size : begin + _SLOT_BYTES]:
+        return None
+    values = _BODY.unpack(body)
+    return values if values[0] > 0 and 0 <= values[_SECTION] < len(SECTIONS) else None
+
+
+def _reading(values: tuple[float, ...]) -> MarksReading:
+    scalars = {name: int(value) for name, value in zip(_SCALARS, values, strict=False)}
+    passes = {name: int(values[_PASSES + 3 * index]) for name, index in _SECTION_INDEX.items()}
+
+    def seconds(place: int, untaught: Mapping[str, int]) -> dict[str, float]:
+        known = [name for name in SECTIONS if passes[name] > untaught.get(name, 0)]
+        return {name: values[_PASSES + 3 * _SECTION_INDEX[name] + place] / 1e9 for name in known}
+
+    return MarksReading(
+        pid=scalars["pid"],
+        rank=scalars["rank"],
+        attempt=scalars["attempt"],
+        step=scalars["step"],
+        section=SECTIONS[scalars["section"]],
+        entered_ns=scalars["entered_ns"],
+        passes={name: count for name, count in passes.items() if count},
+        longest_s=seconds(1, UNTAUGHT_PASSES),
+        last_s=seconds(2, {}),
+        loss=None if math.isnan(values[_LOSS]) and not scalars["non_finite_in_a_row"] else values[_LOSS],
+        non_finite_in_a_row=scalars["non_finite_in_a_row"],
+        non_finite=scalars["non_finite"],
+        saved_step=None if scalars["saved"] == _NONE else scalars["saved"],
+        durable_step=None if scalars["durable"] == _NONE else scalars["durable"],
+        step_s=None if math.isnan(values[_STEP_S]) else values[_STEP_S],
+    )
