@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megascale_jax.config.load import load_experiment
+from megascale_jax.observe.marks import Marks
 from megascale_jax.observe.progress import format_duration, format_rate
 from megascale_jax.observe.report import check_json_path, write_json
 from megascale_jax.observe.summary import RunSummary
@@ -46,6 +47,7 @@ def train(
 
     folder = RunFolder(run_folder or Path("runs") / resolved.name)
     processes, console = Processes.from_environment(), Console()
+    marks = Marks.from_environment(processes.index)
     launcher = os.environ.get("MEGASCALE_LAUNCHER", "megascale train")
     place = ["--run-folder", str(run_folder)] if run_folder else []
     command = f"{launcher} {shlex.join([experiment, *(overrides or []), *place])}"
@@ -60,13 +62,15 @@ def train(
                 _show_finished(console, folder, summary, command, json)
             return
     check_platform(resolved.system.platform)
+    marks.enter("data")
     data = open_training_data(resolved, cache_folder() / "data", progress=processes.index == 0)
+    marks.enter("join")
     start(resolved.system, MeshShape.of(resolved.parallel).size, processes)
     from megascale_jax.train.loop import Trainer
     from megascale_jax.train.stop import StopRequest
 
     with StopRequest() as stop:
-        trainer = Trainer(resolved, folder, data, fresh=fresh)
+        trainer = Trainer(resolved, folder, data, fresh=fresh, marks=marks)
         if processes.index == 0:
             _show_start(console, resolved, folder, trainer.peak)
         outcome = trainer.run(stop)

@@ -151,9 +151,10 @@ class Marks:
             values[_STEP_S] = step_s if math.isnan(mean) else mean + STEP_TIME_WEIGHT * (step_s - mean)
         self._write()
 
-    def resumed(self, step: int) -> None:
-        """The run goes on after ``step`` steps."""
+    def resumed(self, step: int, *, is_durable: bool) -> None:
+        """The run goes on from the state after ``step`` steps, which came from storage (``is_durable``) or from memory."""
         self._set(_STEP, step)
+        self._set(_DURABLE if is_durable else _SAVED, step)
 
     def saved(self, step: int) -> None:
         """The state after ``step`` is in host memory: it survives the process."""

@@ -83,6 +83,11 @@ class Throughput:
                 self._paused_s += pause_s
 
     @property
+    def last_step_s(self) -> float | None:
+        """Seconds of the newest step; None until two steps have completed."""
+        return self._recent_s[-1] if self._recent_s else None
+
+    @property
     def tokens_per_s(self) -> float | None:
         """Tokens per second over the latest steps; None until two steps have completed."""
         return self._rate(len(self._recent_s), sum(self._recent_s))

@@ -11,13 +11,11 @@ checkpoint and repeats the same steps bit for bit.
 
 import gc
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from megascale_jax.checkpoint.two_stage import CheckpointStore
 from megascale_jax.comm.agree import all_results
@@ -28,18 +26,20 @@ from megascale_jax.data.pipeline import BatchIterator, held_out_batches
 from megascale_jax.data.prepared import Prepared
 from megascale_jax.errors import RunFolderError
 from megascale_jax.model.flops import count_parameters, flops_per_token
+from megascale_jax.observe.marks import Marks
 from megascale_jax.observe.metrics import EVENT_CHECKPOINT, EVENT_CHECKPOINT_ERROR, EVENT_RESUME, EVENT_SKIP, MetricsWriter
 from megascale_jax.observe.progress import TrainingProgress, format_duration
 from megascale_jax.observe.provenance import library_versions, source_commit
 from megascale_jax.observe.summary import RunSummary, write_summary
 from megascale_jax.observe.throughput import Throughput
-from megascale_jax.parallel.plan import VOTE_PARTITION, Plan, make_plan
+from megascale_jax.parallel.plan import Plan, make_plan
 from megascale_jax.train.batches import train_batches
 from megascale_jax.train.folder import RunFolder
+from megascale_jax.train.garbage import collected_by_hand
 from megascale_jax.train.peak import peak_flops
 from megascale_jax.train.saved import named_arrays, named_state
 from megascale_jax.train.state import TrainState, initial_state
-from megascale_jax.train.step import make_steps, place_batch
+from megascale_jax.train.step import make_steps, place_batch, place_vote
 
 _TIERS = {"local": " (memory of this host)", "peer": " (memory of another host)", "durable": ""}
 
@@ -57,8 +57,16 @@ class Outcome:
 class Trainer:
     """One process's part of a run. `comm.init.start` has been called; `run` may be called once."""
 
-    def __init__(self, experiment: Experiment, folder: RunFolder, prepared: TrainingData | Prepared, *, fresh: bool = False):
-        """Plan the run, take its folder and meet the other ranks; ``fresh`` removes an earlier run there first.
+    def __init__(
+        self,
+        experiment: Experiment,
+        folder: RunFolder,
+        prepared: TrainingData | Prepared,
+        *,
+        fresh: bool = False,
+        marks: Marks | None = None,
+    ):
+        """Plan the run, take its folder and meet the other ranks; ``fresh`` removes an earlier run there first, ``marks`` show where it is.
 
         Raises ConfigError when the plan does not fit the devices; nothing has been written then. Raises RunFolderError, on all ranks, when
         the folder or the place of the checkpoints is another's; no keeper has been spoken to then.
@@ -69,6 +77,8 @@ class Trainer:
         self.peak = peak_flops(experiment, self.plan.mesh.size)
         self.throughput = Throughput(experiment.tokens_per_step, flops_per_token(experiment.model, "full"), self.peak)
         self.is_first = jax.process_index() == 0
+        self.marks = marks or Marks()
+        self.has_evaluated = False
         self.skipped = 0
         self.tier = "durable"
         self.data_wait_s = 0.0
@@ -92,6 +102,7 @@ class Trainer:
     def run(self, stop: Any) -> Outcome:
         """Train from the newest checkpoint, or from the start, until done or until any rank's ``stop.asked``."""
         train = self.experiment.train
+        self.marks.enter("restore")
         with (
             self._held,
             self.store,  # an error in the loop must not lose the save in flight
@@ -103,7 +114,7 @@ class Trainer:
             with (
                 self._metrics_writer(resumed_from) as self.metrics,
                 TrainingProgress(train.steps, start_step=resumed_from or 0, rank=jax.process_index()) as self.progress,
-                _collected_by_hand(),
+                collected_by_hand(),
             ):
                 if resumed_from is not None:
                     self._say(f"resumed from step {resumed_from} of {self.folder.path}{_TIERS[self.tier]}")
@@ -111,11 +122,15 @@ class Trainer:
                     if self.tier != "durable":  # it may never have reached storage
                         self._save(resumed_from, state, batches)
                 step, state = self._loop(state, resumed_from or 0, batches, stop)
+                self.marks.enter("end")
                 self.store.wait()
+                self._durable(step)
                 summary = None
                 if step >= train.steps:
                     self.progress.update(step, note="evaluating on the held-out split")
-                    summary = self._summarize(step, self.held_out_loss(state, train.evaluation.final_batches), resumed_from)
+                    loss = self.held_out_loss(state, train.evaluation.final_batches)
+                    self.marks.enter("end")
+                    summary = self._summarize(step, loss, resumed_from)
                     self.store.close(is_over=True)
         return Outcome(step, summary, self.folder.latest(self.experiment) if self.is_first else None)
 
@@ -123,8 +138,10 @@ class Trainer:
         """Mean negative log-likelihood over the held-out split, or its first global batches, nats per token."""
         total, count = 0.0, 0
         for batch in held_out_batches(self.prepared, batches=batches, **self._batch_layout):
+            self.marks.enter("evaluate" if self.has_evaluated else "compile")
             nats, tokens = self.steps.evaluate(state.params, place_batch(self.plan, batch))
             total, count = total + float(nats), count + int(tokens)
+            self.has_evaluated = True
         return total / max(count, 1)
 
     @property
@@ -147,6 +164,7 @@ class Trainer:
             effect = "dropout draws others" if self.experiment.model.dropout else "sums are rounded in another order"
             self._say(f"goes on with another layout ({effect}): {', '.join(changes)}")
         self.tier = restored.tier
+        self.marks.resumed(restored.step, is_durable=restored.tier == "durable")
         return restored.step, named_state(self.plan, self.steps.optimizer, restored.arrays)
 
     def _loop(self, state: TrainState, first: int, batches: BatchIterator, stop: Any) -> tuple[int, TrainState]:
@@ -154,11 +172,13 @@ class Trainer:
         unread: tuple[int, dict[str, Any]] | None = None
         step, stopping = first, False
         while step < train.steps and not stopping:
+            self.marks.enter("data")
             asked_at = time.monotonic()
             rows = next(batches)
             data_wait_s = time.monotonic() - asked_at
+            self.marks.enter("compile" if step == first else "step")
             batch = place_batch(self.plan, rows)
-            state, metrics = self.steps.train(state, batch, self._votes(stop.asked))
+            state, metrics = self.steps.train(state, batch, place_vote(self.plan, stop.asked))
             step += 1
             if unread is not None:
                 # Before the next batch is asked for: the rows of the one before the last may be overwritten then.
@@ -166,9 +186,10 @@ class Trainer:
             unread = (step, metrics | {"data_wait_s": data_wait_s})
             evaluates = _is_due(step, train.evaluation.every) and step < train.steps
             saves = _is_due(step, train.checkpoint.every) or step == train.steps
+            has_compiled = step == first + 1  # waited for, so that the long first run of the program is told from a step
             if step % train.gc_every == 0:
                 gc.collect()
-            if evaluates or saves or stopping:
+            if evaluates or saves or stopping or has_compiled:
                 stopping |= self._read(*unread)
                 unread = None
                 with self.throughput.pause():
@@ -183,10 +204,6 @@ class Trainer:
             return nullcontext()
         return MetricsWriter(self.folder.path, tensorboard=self.experiment.train.logging.tensorboard, resume_step=resumed_from)
 
-    def _votes(self, asked: bool) -> jax.Array:
-        local = np.full(len([d for d in self.plan.mesh.devices.flat if d.process_index == jax.process_index()]), int(asked), np.int32)
-        return jax.make_array_from_process_local_data(self.plan.sharding(VOTE_PARTITION), local)
-
     def _read(self, step: int, metrics: dict[str, Any]) -> bool:
         """Wait for a step's numbers, show and write them; whether a rank has asked to stop."""
         values = {key: float(value) for key, value in metrics.items()}
@@ -197,6 +214,7 @@ class Trainer:
             self.skipped += 1
             self._event(step, EVENT_SKIP)
             self._say(f"step {step} was skipped: loss {values['loss']}, gradient norm {values['grad_norm']}")
+        self.marks.step_done(step, values["loss"], is_skipped=values["skipped"] > 0, step_s=self.throughput.last_step_s)
         age_s, safe = self._durable(step)
         if self.metrics is not None and _is_due(step, self.experiment.train.logging.every):
             self.metrics.train(
@@ -233,7 +251,11 @@ class Trainer:
             "commit": self.commit,
             "versions": library_versions(),
         }
-        self.store.save(step, named_arrays(state), description)
+        errors = self.store.errors
+        with self.marks.section("checkpoint"):
+            self.store.save(step, named_arrays(state), description)
+        if self.store.errors == errors:
+            self.marks.saved(step)
         self._event(step, EVENT_CHECKPOINT, {"blocked_s": self.store.blocked_s})
 
     def _summarize(self, step: int, loss: float, resumed_from: int | None) -> RunSummary:
@@ -271,6 +293,7 @@ class Trainer:
             self._event(step, EVENT_CHECKPOINT_ERROR)
         if durable is None:
             return None, ""
+        self.marks.durable(durable["step"])
         age_s = max(0.0, time.time() - durable["created_unix_s"])
         return age_s, f"step {durable['step']} safe for {format_duration(age_s)}"
 
@@ -287,16 +310,3 @@ class Trainer:
 
 def _is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
-
-
-@contextmanager
-def _collected_by_hand() -> Iterator[None]:
-    """No automatic garbage collection: ranks that collect at different steps wait for one another (paper section 6.3)."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()

@@ -124,3 +124,9 @@ def place_batch(plan: Plan, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
             )
     sharding = plan.sharding(BATCH_PARTITION)
     return {key: jax.make_array_from_process_local_data(sharding, batch[key]) for key in BATCH_KEYS}
+
+
+def place_vote(plan: Plan, asks_to_stop: bool) -> jax.Array:
+    """This process's vote for the step, of each of its devices: int32, 1 to stop."""
+    local = np.full(len([d for d in plan.mesh.devices.flat if d.process_index == jax.process_index()]), int(asks_to_stop), np.int32)
+    return jax.make_array_from_process_local_data(plan.sharding(VOTE_PARTITION), local)

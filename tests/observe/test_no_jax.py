@@ -6,7 +6,7 @@ import sys
 
 def test_jax_is_not_loaded_when_runs_are_watched_or_compared() -> None:
     names = (
-        "observe.metrics", "observe.progress", "observe.report", "observe.summary", "observe.throughput",
+        "observe.marks", "observe.metrics", "observe.progress", "observe.report", "observe.summary", "observe.throughput",
         "views.compare", "views.loss", "views.overlay", "cli.compare",
     )  # fmt: skip
     code = (
