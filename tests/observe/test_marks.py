@@ -49,9 +49,13 @@ def test_nothing_happens_when_the_variable_is_not_set(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_file_and_attempt_are_those_of_the_environment(path):
+    Marks.from_environment(2, {MARKS: str(path), ATTEMPT: "4"})
+    assert (read_marks(path).rank, read_marks(path).attempt) == (2, 4)
+
+
 def test_everything_is_read_as_written(path):
     clock = Clock()
-    marks = Marks.from_environment(2, {MARKS: str(path), ATTEMPT: "4"})
     marks = Marks(path, rank=2, attempt=4, clock=clock)
     fresh = read_marks(path)
     assert (fresh.section, fresh.step, fresh.loss, fresh.passes, fresh.step_s) == ("start", 0, None, {}, None)
@@ -184,9 +188,8 @@ def test_process_is_read_while_it_is_stopped_and_after_it_was_killed(path):
 
 
 def test_readings_are_whole_while_a_process_writes_without_pause(path):
-    process = child(
-        path, "import itertools, threading\nthreading.Thread(target=lambda: [marks.step_done(i, i) for i in itertools.count()]).start()"
-    )
+    write = "threading.Thread(target=lambda: [marks.step_done(i, i) for i in itertools.count()]).start()"
+    process = child(path, f"import itertools, threading; {write}")
     with process:
         readings = [read_marks(path) for _ in range(3000)]
         process.kill()
