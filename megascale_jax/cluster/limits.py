@@ -1,41 +1,94 @@
-"""How long a section of a training process may take: learned from the run, never below a stated floor.
+"""How long a training process may stay in a section before that counts as a hang: learned from the run itself, never below a floor. Pure.
 
-A limit is `factor` times the longest pass that any rank has completed, so what was slow once raises no alarm again. The first
-step of a process (`compile`) has a floor of its own that is far above any step's, and so does the first evaluation.
+    limit = max(floor, factor x longest completed pass on any rank)
+
+``compile`` has the largest floor and a factor of its own: it is the only section whose length may rightly change by an order of
+magnitude, with a change of the program or a cold cache. The first passes of ``step`` in a process teach nothing, since they may
+compile too (`observe.marks.UNTAUGHT_PASSES`). Until there is something to go by they are measured against the compile passes
+seen, each of which holds a whole step as well. Limits only grow; a pass that is not complete teaches nothing, so a hang never does.
 """
 
 import json
+import math
 from collections.abc import Mapping
-from typing import Self
+from dataclasses import dataclass, field
 
-from megascale_jax.config.cluster import ClusterConfig
+from megascale_jax.observe.marks import SECTIONS, UNTAUGHT_PASSES
 
-SECTION_ORDER = ("start", "join", "restore", "compile", "data", "step", "evaluate", "checkpoint", "end")
-"""Sections in the order in which a process meets them within one step."""
+_FLOORS = {
+    "start": 300.0,
+    "join": 300.0,
+    "data": 120.0,
+    "restore": 600.0,
+    "compile": 1800.0,
+    "step": 10.0,
+    "evaluate": 60.0,
+    "checkpoint": 120.0,
+    "end": 300.0,
+}
+assert set(_FLOORS) == set(SECTIONS)
 
 
-class LearnedLimits:
-    """Limits of all sections, seconds."""
+@dataclass(frozen=True)
+class LimitSettings:
+    """``floors``: seconds by section, those not named keep their default. ``factor``: times the longest pass; ``compile`` has its own."""
 
-    def __init__(self, floors: Mapping[str, float], factor: float, longest_s: Mapping[str, float] | None = None):
-        self._floors, self._factor = dict(floors), factor
-        self._longest_s = dict(longest_s or {})
+    factor: float = 5.0
+    compile_factor: float = 12.0
+    floors: Mapping[str, float] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, config: ClusterConfig, learned: str | None = None) -> Self:
-        """By a job's settings, with what an earlier driver has learned (`to_json`)."""
-        return cls(config.floors.model_dump(), config.limit_factor, json.loads(learned) if learned else None)
+    def __post_init__(self) -> None:
+        """Raises ValueError for a section that there is not, a factor below 1, or a floor that is not above 0."""
+        if unknown := set(self.floors) - set(SECTIONS):
+            raise ValueError(f"floors of {', '.join(sorted(unknown))}; expected some of {', '.join(SECTIONS)}")
+        if not (1 <= self.factor < math.inf and 1 <= self.compile_factor < math.inf):
+            raise ValueError(f"factor {self.factor} and compile_factor {self.compile_factor}; expected numbers of at least 1")
+        if wrong := {name: floor for name, floor in self.floors.items() if not 0 < floor < math.inf}:
+            raise ValueError(f"floors {wrong}; expected seconds above 0")
+
+    def floor_s(self, section: str) -> float:
+        """Least limit of a section, seconds."""
+        return self.floors.get(section, _FLOORS[section])
+
+
+class Limits:
+    """Limits of one run; the longest passes in it outlive a restart of the driver as JSON."""
+
+    def __init__(self, settings: LimitSettings | None = None, longest_s: Mapping[str, float] | None = None):
+        """``longest_s``: what was learned before."""
+        self.settings = settings or LimitSettings()
+        self._longest_s: dict[str, float] = {}
+        self.learn(longest_s or {})
 
     def learn(self, longest_s: Mapping[str, float]) -> None:
-        """Take in the longest completed passes of one process."""
+        """Take in the longest completed passes of one process (`ProcessReport.longest_s`), in any order and any number of times."""
         for section, seconds in longest_s.items():
-            self._longest_s[section] = max(seconds, self._longest_s.get(section, 0.0))
+            if section in SECTIONS and 0 <= seconds < math.inf:
+                self._longest_s[section] = max(seconds, self._longest_s.get(section, 0.0))
 
-    def limit_s(self, section: str) -> float:
-        """The limit of a section; that of an unknown one is the largest floor."""
-        floor = self._floors.get(section, max(self._floors.values()))
-        return max(floor, self._factor * self._longest_s.get(section, 0.0))
+    def limit_s(self, section: str, passes: Mapping[str, int]) -> float:
+        """Longest that a process may stay in ``section``, seconds. ``passes``: those that it has completed, by section."""
+        settings, longest_s = self.settings, self._longest_s
+        factor = settings.compile_factor if section == "compile" else settings.factor
+        limit_s = max(settings.floor_s(section), factor * longest_s.get(section, 0.0))
+        untaught = UNTAUGHT_PASSES.get(section, 0)
+        if untaught and (passes.get(section, 0) < untaught or section not in longest_s):
+            compiles = settings.compile_factor * longest_s["compile"] if "compile" in longest_s else settings.floor_s("compile")
+            limit_s = max(limit_s, compiles)
+        return limit_s
+
+    def is_over(self, section: str, in_section_s: float, passes: Mapping[str, int]) -> bool:
+        """Whether a process has been in ``section`` for longer than it may."""
+        return in_section_s > self.limit_s(section, passes)
 
     def to_json(self) -> str:
-        """What was learned."""
-        return json.dumps(self._longest_s)
+        """What was learned; the settings come from the configuration."""
+        return json.dumps(self._longest_s, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str, settings: LimitSettings | None = None) -> "Limits":
+        """Go on with what was learned. Raises ValueError when ``text`` is not from `to_json`; sections unknown now are left out."""
+        learned = json.loads(text)
+        if not isinstance(learned, dict) or not all(isinstance(seconds, int | float) for seconds in learned.values()):
+            raise ValueError(f"learned limits {text[:80]!r}; expected an object of seconds by section")
+        return cls(settings, learned)

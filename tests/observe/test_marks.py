@@ -110,6 +110,7 @@ def test_pass_is_not_complete_when_it_ends_in_an_exception(path):
     assert read_marks(path).passes == {} and read_marks(path).section == "start"
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(SECTIONS), st.integers(0, 10**12), st.booleans()), max_size=30))
 def test_passes_are_those_of_a_simple_count(tmp_path_factory, moves):
     path, clock = tmp_path_factory.mktemp("marks") / "marks", Clock()
@@ -150,7 +151,7 @@ def test_reading_is_whole_when_a_write_is_cut_anywhere(path):
     assert seen == {1, 2}
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_damage_never_raises_nor_shows_what_was_not_written(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("marks") / "marks"
@@ -165,6 +166,7 @@ def test_damage_never_raises_nor_shows_what_was_not_written(tmp_path_factory, da
     assert reading is None or (reading.step, reading.loss) in {(1, 1.0), (2, 2.0)}
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=1000))
 def test_other_files_are_no_marks(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("marks") / "marks"
