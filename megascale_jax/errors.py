@@ -10,6 +10,7 @@
     +-- StorageError          a storage that refused, lost or damaged something; an OSError too; exit code 2
     +-- LinkError             a driver that cannot be reached, refuses, or does not answer; an OSError too; exit code 2
     +-- CompileError          the compiler for absent GPUs gave up; exit code 1
+    +-- StuckProcessError     a training process that cannot be killed
 
 Catch as wide as needed. A message says what was got, what was expected, and what to do about it.
 """
@@ -53,3 +54,7 @@ class LinkError(MegascaleError, ConnectionError):
 
 class CompileError(MegascaleError):
     """The compiler for absent GPUs aborted or ran out of time. The command line exits with code 1."""
+
+
+class StuckProcessError(MegascaleError):
+    """A process is still there after SIGKILL: it hangs in the kernel, and its node with it."""
