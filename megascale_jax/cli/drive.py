@@ -51,8 +51,8 @@ def drive(
     from megascale_jax.cluster.driver_process import drive as drive_job
     from megascale_jax.cluster.job import NODES_FOLDER, job_folder, open_journal, port_of, secure
     from megascale_jax.cluster.journal import JournalClock
-    from megascale_jax.cluster.limits import LearnedLimits
-    from megascale_jax.cluster.link.operators import Operators
+    from megascale_jax.cluster.limits import Limits
+    from megascale_jax.cluster.link.operators import Rule
     from megascale_jax.cluster.link.security import Security
     from megascale_jax.cluster.seats import shapes_of
     from megascale_jax.config.layout import MeshShape
@@ -93,7 +93,7 @@ def drive(
         security = secure(place, names)
         listen = ("127.0.0.1", port_of(journal, port))
         last_s = max((event.at_s for event in journal.events()), default=0.0)
-        watcher = Watcher(config, LearnedLimits.of(config, journal.fact("limits")))
+        watcher = Watcher(config, Limits.of(config, journal.fact("limits")))
         driver = asyncio.run(
             drive_job(
                 place,
@@ -111,7 +111,7 @@ def drive(
                     send,
                     say,
                 ),
-                Operators(two_persons=config.two_persons),
+                Rule() if config.two_persons else Rule(frozenset()),
                 say,
             )
         )

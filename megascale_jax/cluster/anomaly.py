@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-from megascale_jax.cluster.limits import SECTION_ORDER, LearnedLimits
+from megascale_jax.cluster.limits import Limits
 from megascale_jax.cluster.messages import Beat
 from megascale_jax.cluster.reports import ProcessReport
 from megascale_jax.cluster.state import Suspicion
@@ -21,6 +21,8 @@ from megascale_jax.config.cluster import ClusterConfig, Mode
 
 _STEADY_STEPS = 20
 """Steps of a process before its step time is compared."""
+_ORDER = ("start", "join", "restore", "compile", "data", "step", "evaluate", "checkpoint", "end")
+"""Sections as a process meets them within one step."""
 _DRIFTS = 10
 """Looks in a row that must show a drift."""
 _TRAFFIC_LOOKS = 60
@@ -48,7 +50,7 @@ class Watcher:
     """The rules and what they remember of one attempt."""
 
     config: ClusterConfig
-    limits: LearnedLimits
+    limits: Limits
     attempt: int = 0
     _fastest_s: float | None = None
     _drifts: int = 0
@@ -82,7 +84,7 @@ class Watcher:
         """Processes that a signal or a debugger has stopped; no section allows for that, not even a compilation."""
         stopped = {(view.name, process.pid): process.rank for view, process in placed if process.state == "stopped"}
         self._since = {key: self._since.get(key, now_s) for key in stopped}
-        limit_s = self.limits.limit_s("step")
+        limit_s = self.limits.limit_s("step", {"step": _STEADY_STEPS})
         for key, rank in stopped.items():
             if now_s > self._since[key] + limit_s:
                 yield Suspicion(rule="halted", node=key[0], rank=rank, detail=f"stopped by a signal for {now_s - self._since[key]:.1f} s")
@@ -96,7 +98,7 @@ class Watcher:
         late = [
             (view, process, in_section_s, limit_s)
             for view, process in last
-            if (in_section_s := process.in_section_s + view.age_s) > (limit_s := self.limits.limit_s(process.section))
+            if (in_section_s := process.in_section_s + view.age_s) > (limit_s := self.limits.limit_s(process.section, process.passes))
         ]
         if not late:
             return
@@ -183,7 +185,7 @@ def _keywords(placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicio
 
 def _position(process: ProcessReport) -> tuple[int, int]:
     """Where a process is in its run: more is further."""
-    return process.step or 0, SECTION_ORDER.index(process.section) if process.section in SECTION_ORDER else 0
+    return process.step or 0, _ORDER.index(process.section) if process.section in _ORDER else 0
 
 
 def _next_step(process: ProcessReport) -> int:

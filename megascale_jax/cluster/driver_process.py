@@ -20,7 +20,7 @@ from pydantic import BaseModel, TypeAdapter
 from megascale_jax.cluster.driver import Driver, status_of
 from megascale_jax.cluster.lifecycle import ENDS
 from megascale_jax.cluster.link.audit import AuditLog
-from megascale_jax.cluster.link.operators import Operators
+from megascale_jax.cluster.link import operators
 from megascale_jax.cluster.link.security import Security
 from megascale_jax.cluster.link.server import LinkServer, Peer
 from megascale_jax.cluster.link.tokens import Role
@@ -39,9 +39,10 @@ _PROGRESS_S = 10.0
 class Control:
     """Hears nodes and operators; speaks to them for the driver."""
 
-    def __init__(self, audit: AuditLog, operators: Operators):
+    def __init__(self, audit: AuditLog, rule: operators.Rule):
         self.driver: Driver | None = None
-        self._audit, self._operators = audit, operators
+        self._audit, self._rule = audit, rule
+        self._requests = operators.Requests()
         self._nodes: dict[str, Peer] = {}
 
     def send(self, name: str, message: Desired) -> None:
@@ -75,17 +76,35 @@ class Control:
         assert driver is not None, "the link opens after the driver is there"
         if command.action == "status":
             return Answer(is_done=True, text=driver.state.phase.value, status=json.loads(json.dumps(status_of(driver))))
-        ruling = self._operators.rule(command, name=peer.name, role=peer.role, now_s=driver.clock.now())
-        self._audit.append(
-            peer.name, peer.role.value, command.action, {"node": command.node, "done": ruling.order is not None, "why": ruling.text}
-        )
-        if ruling.order is not None:
-            order = Ordered(at_s=driver.clock.now(), action=ruling.order, node=ruling.node, by=ruling.by, step=driver.step)
-            before = driver.state
-            driver.record(order)
-            if driver.state == before:
-                return Answer(is_done=False, text=f"{ruling.order} changes nothing now: the job is {driver.state.phase}")
-        return Answer(is_done=ruling.order is not None, text=ruling.text)
+        now, action = driver.clock.now(), operators.Command(command.action)
+        if action is operators.Command.CONFIRM:
+            self._requests, outcome = operators.confirm(self._requests, command.number or 0, peer.name, peer.role, now)
+        else:
+            target = command.node or ""
+            self._requests, outcome = operators.submit(self._requests, action, target, peer.name, peer.role, now, self._rule)
+        answer = self._carried_out(outcome)
+        self._audit.append(peer.name, peer.role, action, {"node": command.node, "done": answer.is_done, "answer": answer.text})
+        return answer
+
+    def _carried_out(self, outcome: operators.Outcome) -> Answer:
+        driver = self.driver
+        assert driver is not None, "the link opens after the driver is there"
+        match outcome:
+            case operators.Refuse():
+                return Answer(is_done=False, text=outcome.why)
+            case operators.Wait():
+                number = outcome.request.number
+                return Answer(is_done=True, text=f"another admin must confirm it: megascale job confirm RUN {number}")
+            case operators.Execute():
+                by = f"{outcome.by} and {outcome.confirmed_by}" if outcome.confirmed_by else outcome.by
+                node = outcome.target or None
+                if node is not None and node not in driver.state.nodes:
+                    return Answer(is_done=False, text=f"no node {node}; there are {', '.join(sorted(driver.state.nodes))}")
+                values = {"at_s": driver.clock.now(), "action": outcome.command.value, "node": node, "by": by, "step": driver.step}
+                before = driver.state
+                driver.record(Ordered.model_validate(values))
+                done = driver.state != before
+                return Answer(is_done=done, text=f"{outcome.command} {outcome.target}: {'done' if done else 'changes nothing now'}")
 
 
 def permits(role: Role, message: BaseModel) -> bool:
@@ -98,7 +117,7 @@ async def drive(
     security: Security,
     listen: tuple[str, int],
     make_driver: Callable[[Callable[[str, Desired], None]], Driver],
-    operators: Operators,
+    rule: operators.Rule,
     say: Callable[[str], None],
 ) -> Driver:
     """Drive the job to its end; SIGTERM and Ctrl-C stop it with a save, a second one leaves the executors to the next driver.
@@ -107,7 +126,7 @@ async def drive(
     """
     with held(folder):
         audit = AuditLog(folder / "audit.jsonl")
-        control = Control(audit, operators)
+        control = Control(audit, rule)
         driver = control.driver = make_driver(control.send)
         server = LinkServer(
             security,

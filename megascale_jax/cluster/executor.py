@@ -9,11 +9,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from megascale_jax.cluster.messages import Answer, Assignment, Beat, Desired, Diagnosis, DiagnosisOrder, Hello, Message
-from megascale_jax.cluster.processes import RankCommand, TrainingProcesses
+from megascale_jax.cluster.processes import Launch, TrainingProcesses
 from megascale_jax.cluster.reports import ProcessReport
+from megascale_jax.errors import StuckProcessError
 
 LOOK_S = 0.1
 """Time between two looks at the processes; a change is reported at once."""
@@ -47,13 +49,17 @@ class Executor:
         link: Link,
         examine: Examine,
         counters: Callable[[], dict[str, float]],
+        folder: Path,
         orphan_s: float = ORPHAN_S,
     ):
         self._hello, self._command, self._environment = hello, tuple(command), dict(environment)
-        self._processes, self._link, self._examine, self._counters, self._orphan_s = processes, link, examine, counters, orphan_s
+        self._processes, self._link, self._examine, self._counters, self._folder = processes, link, examine, counters, folder
+        self._orphan_s = orphan_s
         self.desired: Desired | None = None
         self.leaving = False
         self._attempt = 0
+        self._has_processes = False
+        """Something was started and has not been seen to be gone with all that it started."""
         self._news = asyncio.Event()
         self._stopping: asyncio.Task[None] | None = None
         self._examining: asyncio.Task[None] | None = None
@@ -90,12 +96,11 @@ class Executor:
                     continue
                 self._news.clear()
         finally:
+            if self._examining is not None:
+                self._examining.cancel()
             if self._stopping is not None:
                 await self._stopping
-            for task in (self._examining,):
-                if task is not None:
-                    task.cancel()
-            await asyncio.to_thread(self._processes.stop, LEAVE_GRACE_S if not self._is_let_go else 0.0)
+            await self._stop(0.0 if self._is_let_go else LEAVE_GRACE_S)
             self._report(always=True)
 
     @property
@@ -110,12 +115,10 @@ class Executor:
             self.leaving = True
         if wanted is None:
             return
-        if self._stopping is not None and self._stopping.done():
-            self._stopping = None
         assignment = wanted.assignment
-        if not self._processes.is_idle and (assignment is None or assignment.attempt != self._attempt):
+        if self._has_processes and (assignment is None or assignment.attempt != self._attempt):
             if self._stopping is None:
-                self._stopping = asyncio.create_task(asyncio.to_thread(self._processes.stop, wanted.stop_grace_s))
+                self._stopping = asyncio.create_task(self._stop(wanted.stop_grace_s))
         elif wanted.leave and self._stopping is None:
             self.leaving = True
         elif assignment is not None and assignment.attempt > self._attempt and self._stopping is None:
@@ -124,8 +127,18 @@ class Executor:
         if order is not None and (self._diagnosis is None or self._diagnosis.round != order.round) and self._examining is None:
             self._examining = asyncio.create_task(self._examine_for(order))
 
+    async def _stop(self, grace_s: float) -> None:
+        try:
+            await asyncio.to_thread(self._processes.stop, grace_s)
+            self._has_processes = False
+        except StuckProcessError as error:  # the driver gives this node up when its time is over
+            _logger.error("%s", error)
+        finally:
+            self._stopping = None
+            self._news.set()
+
     def _start(self, assignment: Assignment) -> None:
-        self._attempt = assignment.attempt
+        self._attempt, self._has_processes = assignment.attempt, True
         environment = self._environment | {
             "MEGASCALE_COORDINATOR": assignment.coordinator,
             "MEGASCALE_NUM_PROCESSES": str(assignment.num_ranks),
@@ -135,7 +148,7 @@ class Executor:
             for name in ("MEGASCALE_COORDINATOR", "MEGASCALE_NUM_PROCESSES", "MEGASCALE_PROCESS_ID"):
                 del environment[name]
         command = (*self._command, *assignment.overrides)
-        self._processes.start(assignment.attempt, [RankCommand(rank=assignment.rank, command=command, environment=environment)])
+        self._processes.start(assignment.attempt, [Launch(assignment.rank, command, environment)], self._folder)
 
     async def _examine_for(self, order: DiagnosisOrder) -> None:
         try:
@@ -153,10 +166,9 @@ class Executor:
         """A beat when it is time, and at once when something ended or began."""
         period_s = self.desired.beat_s if self.desired is not None else 1.0
         now = time.monotonic()
-        shape = (self._attempt, self._processes.is_idle, self._processes.states())
+        shape = (self._attempt, self._has_processes, self._processes.states())
         if not always and now < self._beat_at + period_s and shape == self._said:
             return
         self._said, self._beat_at = shape, now
         reports: tuple[ProcessReport, ...] = self._processes.poll()
-        is_idle = self._processes.is_idle and self._stopping is None
-        self._link.send(Beat(attempt=self._attempt, is_idle=is_idle, processes=reports, counters=self._counters()))
+        self._link.send(Beat(attempt=self._attempt, is_idle=not self._has_processes, processes=reports, counters=self._counters()))

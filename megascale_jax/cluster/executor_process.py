@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from megascale_jax.cluster.counters import HostCounters
+from megascale_jax.cluster.counters import read_counters
 from megascale_jax.cluster.diagnose.request import Options
 from megascale_jax.cluster.diagnose.run import run_checks
 from megascale_jax.cluster.executor import Executor
@@ -97,10 +97,11 @@ async def execute(options: argparse.Namespace) -> None:
         hello,
         options.command,
         dict(os.environ) | environment,
-        TrainingProcesses(options.folder),
+        TrainingProcesses(),
         link,
         lambda order: examine(order, options.folder),
-        HostCounters(options.folder).read,
+        lambda: read_counters(options.folder),
+        options.folder,
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -13,19 +13,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from megascale_jax.config.cluster import ClusterConfig, FloorsConfig
 from megascale_jax.observe.marks import SECTIONS, UNTAUGHT_PASSES
 
-_FLOORS = {
-    "start": 300.0,
-    "join": 300.0,
-    "data": 120.0,
-    "restore": 600.0,
-    "compile": 1800.0,
-    "step": 10.0,
-    "evaluate": 60.0,
-    "checkpoint": 120.0,
-    "end": 300.0,
-}
+_FLOORS = FloorsConfig().model_dump()
 assert set(_FLOORS) == set(SECTIONS)
 
 
@@ -84,6 +75,12 @@ class Limits:
     def to_json(self) -> str:
         """What was learned; the settings come from the configuration."""
         return json.dumps(self._longest_s, sort_keys=True)
+
+    @classmethod
+    def of(cls, config: ClusterConfig, learned: str | None = None) -> "Limits":
+        """By a job's settings, with what an earlier driver has learned. Raises ValueError when that is not from `to_json`."""
+        settings = LimitSettings(config.limit_factor, config.compile_factor, config.floors.model_dump())
+        return cls(settings) if learned is None else cls.from_json(learned, settings)
 
     @classmethod
     def from_json(cls, text: str, settings: LimitSettings | None = None) -> "Limits":

@@ -83,6 +83,10 @@ class TrainingProcesses:
         """What each process of the newest attempt does; those that have ended stay until the next start."""
         return tuple(child.report() for child in self._children)
 
+    def states(self) -> tuple[State, ...]:
+        """Of each process of the newest attempt: cheaper than `poll`, and takes no line of a log away."""
+        return tuple(child.state() for child in self._children)
+
     def stop(self, grace_s: float) -> None:
         """End all: SIGTERM, which lets a training finish its step and save, and after ``grace_s`` SIGKILL, to everything in their sessions.
 
@@ -151,6 +155,10 @@ class _Child:
         with self._lock:
             self._look()
             self._process.wait(KILL_LIMIT_S)
+
+    def state(self) -> State:
+        with self._lock:
+            return self._look()
 
     def report(self) -> ProcessReport:
         with self._lock:

@@ -70,6 +70,7 @@ class ClusterConfig(_Section):
     max_evictions: Count = Field(default=2, description="nodes that may be evicted within strike_window_s without an operator")
     fruitless_recoveries: AtLeastOne = Field(default=5, description="recoveries without a new step after which the run ends")
     limit_factor: Annotated[float, Field(gt=1)] = Field(default=5.0, description="a section's limit is this times the longest pass seen")
+    compile_factor: Annotated[float, Field(gt=1)] = Field(default=12.0, description="the same for the first step of a process")
     two_persons: bool = Field(default=True, description="an eviction by hand needs a second admin's confirmation")
     floors: FloorsConfig = Field(default=FloorsConfig(), description="least limits of sections")
     rules: RulesConfig = Field(default=RulesConfig(), description="anomalies")

@@ -9,7 +9,7 @@ from megascale_jax.cluster.anomaly import Watcher
 from megascale_jax.cluster.diagnose.checks import Number, Outcome
 from megascale_jax.cluster.driver import Driver
 from megascale_jax.cluster.journal import Journal, JournalClock
-from megascale_jax.cluster.limits import LearnedLimits
+from megascale_jax.cluster.limits import Limits
 from megascale_jax.cluster.messages import Beat, Desired, Diagnosis, Hello
 from megascale_jax.cluster.reports import ProcessReport
 from megascale_jax.cluster.state import Shape
@@ -74,7 +74,7 @@ class World:
     def start_driver(self) -> None:
         self.journal = Journal(self.folder / "journal.sqlite")
         last_s = max((event.at_s for event in self.journal.events()), default=0.0)
-        watcher = Watcher(self.config, LearnedLimits.of(self.config, self.journal.fact("limits")))
+        watcher = Watcher(self.config, Limits.of(self.config, self.journal.fact("limits")))
         clock = JournalClock(last_s, lambda: self.now)
         args = (self.journal, self.config, self.shapes, self.names, self.total_steps, self, watcher, clock, self.tell, self.lines.append)
         self.driver = Driver(*args)
