@@ -102,4 +102,6 @@ async def main(folder: Path, port: int, first: int, count: int, start_s: float) 
 
 
 if __name__ == "__main__":
-    asyncio.Runner(loop_factory=uvloop.new_event_loop).run(main(Path(sys.argv[1]), *map(int, sys.argv[2:5]), float(sys.argv[5])))
+    first_of_these, count_of_these = int(sys.argv[3]), int(sys.argv[4])
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main(Path(sys.argv[1]), int(sys.argv[2]), first_of_these, count_of_these, float(sys.argv[5])))

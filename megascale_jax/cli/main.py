@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megascale_jax.cli import (
+    audit,
     certs,
     checkpoint,
     compare,
@@ -55,6 +56,7 @@ checkpoint.app.command("import")(huggingface.import_model)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(config.app, name="config")
 app.add_typer(certs.app, name="certs")
+app.add_typer(audit.app, name="audit")
 
 
 def main() -> None:

@@ -19,8 +19,8 @@ from pydantic import BaseModel, TypeAdapter
 
 from megascale_jax.cluster.driver import Driver, status_of
 from megascale_jax.cluster.lifecycle import ENDS
-from megascale_jax.cluster.link.audit import AuditLog
 from megascale_jax.cluster.link import operators
+from megascale_jax.cluster.link.audit import AuditLog
 from megascale_jax.cluster.link.security import Security
 from megascale_jax.cluster.link.server import LinkServer, Peer
 from megascale_jax.cluster.link.tokens import Role

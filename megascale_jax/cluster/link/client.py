@@ -150,7 +150,7 @@ async def connect(
     except TimeoutError as error:
         connection.hang_up(None)
         raise LinkError(f"the driver at {_text(address)} did not answer within {2 * limits.handshake_s:g} s") from error
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a host that is no name
         connection.hang_up(None)
         raise LinkError(f"no connection to the driver at {_text(address)}: {error}") from error
     if not connection.admitted.done():

@@ -72,8 +72,9 @@ class Security:
             certificate.verify_directly_issued_by(ca)
         except (ValueError, TypeError, InvalidSignature) as error:
             raise UsageError(f"{self.certificate} was not signed by {self.ca}; take both from the same `megascale certs init`") from error
+        content = read_private(self.key, "private key", _MAKE)
         try:
-            key = serialization.load_pem_private_key(read_private(self.key, "private key", _MAKE), None)
+            key = serialization.load_pem_private_key(content, None)
         except (ValueError, TypeError) as error:
             raise UsageError(f"{self.key} is no private key in PEM without a passphrase; {_MAKE}") from error
         if key.public_key() != certificate.public_key():

@@ -2,7 +2,8 @@
 
 A message is heard after three doors: a certificate of the authority (TLS 1.3, both ways), a token for this job, and the role that
 the message needs. Whatever arrives, the worst that happens is that its connection ends, with a line in the audit log. Everything
-runs in one event loop; nothing here waits for a peer.
+runs in one event loop; nothing here waits for a peer. Let it be uvloop's: `benchmarks/bench_driver.py` measures 25% less CPU, and less than
+half the memory, because asyncio holds 256 KiB for each TLS connection.
 """
 
 import asyncio

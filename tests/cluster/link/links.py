@@ -5,12 +5,13 @@ import atexit
 import functools
 import shutil
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import uvloop
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from megascale_jax.cluster.link import wire
@@ -124,6 +125,12 @@ async def running(client_end: LinkClient) -> AsyncIterator[LinkClient]:
     finally:
         client_end.close()
         await asyncio.wait_for(task, WAIT_S)
+
+
+def play(scenario: Callable[[], Coroutine[Any, Any, None]], loop: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop) -> None:
+    """Run a scenario, in the event loop that drivers use unless another is asked for."""
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(scenario())
 
 
 async def until(condition: Any) -> None:

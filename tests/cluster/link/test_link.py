@@ -4,21 +4,21 @@ import asyncio
 import threading
 
 import pytest
+import uvloop
 
 from megascale_jax.cluster.link.client import LinkClient, ask
 from megascale_jax.cluster.link.tokens import Role
 from megascale_jax.cluster.link.wire import Limits, Word
 from megascale_jax.errors import LinkError
-from tests.cluster.link.links import JOB, OUTGOING, Beat, Desired, Evict, Raw, Recorder, client, running, serving, until
-
-assert JOB
+from tests.cluster.link.links import OUTGOING, Beat, Desired, Evict, Raw, Recorder, client, play, running, serving, until
 
 
 def link(address, answers, security=None, limits=None, **callbacks):
     return LinkClient(security or client(), address, OUTGOING, received=answers.append, limits=limits, **callbacks)
 
 
-def test_messages_go_both_ways_in_order():
+@pytest.mark.parametrize("loop", [uvloop.new_event_loop, asyncio.new_event_loop])
+def test_messages_go_both_ways_in_order(loop):
     async def scenario():
         recorder, answers = Recorder(answer=True), []
         async with serving(recorder) as address, running(link(address, answers)) as end:
@@ -31,7 +31,7 @@ def test_messages_go_both_ways_in_order():
         assert recorder.heard[0] == ("connected", "node-1")
         assert recorder.audited == []
 
-    asyncio.run(scenario())
+    play(scenario, loop)
 
 
 @pytest.mark.parametrize("size", [0, 4_000, 4_096, 8_192, 100_000, 262_000])
@@ -49,7 +49,7 @@ def test_frames_of_every_size_arrive_whole(size):
             await until(lambda: answers)
             assert len(answers[0].text) == size
 
-    asyncio.run(scenario())
+    play(scenario)
 
 
 def test_without_a_driver_messages_are_dropped_and_the_client_comes_back():
@@ -73,7 +73,7 @@ def test_without_a_driver_messages_are_dropped_and_the_client_comes_back():
         assert [message.step for message in recorder.messages()] == [1, 3]
         assert events[:3] == ["connected", "the driver ended the connection: closed", "connected"]
 
-    asyncio.run(scenario())
+    play(scenario)
 
 
 def test_a_newer_connection_of_a_node_replaces_the_older():
@@ -92,7 +92,7 @@ def test_a_newer_connection_of_a_node_replaces_the_older():
                 assert recorder.messages() == [Beat(step=7)]
         assert recorder.audited[0][0] == "link.replaced"
 
-    asyncio.run(scenario())
+    play(scenario)
 
 
 def test_operators_with_one_name_do_not_replace_each_other():
@@ -105,7 +105,7 @@ def test_operators_with_one_name_do_not_replace_each_other():
             await until(lambda: recorder.messages())
         assert recorder.heard[2] == ("received", "alice", Evict(node="node-3"))
 
-    asyncio.run(scenario())
+    play(scenario)
 
 
 def test_a_handler_that_fails_costs_one_connection_only():
@@ -122,7 +122,7 @@ def test_a_handler_that_fails_costs_one_connection_only():
         assert [action for action, _ in recorder.audited] == ["link.failed"]
         assert ("lost", "node-1", "the driver could not handle a message") in recorder.heard
 
-    asyncio.run(scenario())
+    play(scenario)
 
 
 def test_a_peer_that_the_driver_closes_is_lost_once():
@@ -137,10 +137,11 @@ def test_a_peer_that_the_driver_closes_is_lost_once():
             recorder.peers[0].send(Desired())
         assert [entry for entry in recorder.heard if entry[0] == "lost"] == [("lost", "node-1", "evicted")]
 
-    asyncio.run(scenario())
+    play(scenario)
 
 
-def test_who_does_not_read_is_dropped():
+@pytest.mark.parametrize("loop", [uvloop.new_event_loop, asyncio.new_event_loop])
+def test_who_does_not_read_is_dropped(loop):
     async def scenario():
         recorder = Recorder()
         async with serving(recorder, limits=Limits(queue_bytes=1 << 16)) as address, Raw.connected(address) as raw:
@@ -155,7 +156,7 @@ def test_who_does_not_read_is_dropped():
         assert recorder.heard[-1][2].endswith("bytes wait to be read; expected at most 65536")
         assert recorder.audited[0][1]["reason"] == Word.TOO_SLOW
 
-    asyncio.run(scenario())
+    play(scenario, loop)
 
 
 def test_a_silent_peer_is_dropped_and_a_quiet_client_is_not():
@@ -173,7 +174,7 @@ def test_a_silent_peer_is_dropped_and_a_quiet_client_is_not():
         assert "no complete frame" in recorder.heard[2][2]
         assert all(entry[0] != "lost" or entry[1] == "node-1" for entry in recorder.heard[:3])
 
-    asyncio.run(scenario())
+    play(scenario)
 
 
 def test_a_client_leaves_a_driver_that_has_stopped_and_comes_back():
@@ -208,7 +209,7 @@ def test_a_client_leaves_a_driver_that_has_stopped_and_comes_back():
         assert "the driver has been silent" in lost[0]
         assert [entry[0] for entry in recorder.heard[:3]] == ["connected", "lost", "connected"], "the half-open one was replaced"
 
-    asyncio.run(scenario())
+    play(scenario)
 
 
 def test_too_many_connections_and_too_many_frames():
@@ -228,7 +229,7 @@ def test_too_many_connections_and_too_many_frames():
             ("link.closed", Word.TOO_MANY),
         ]
 
-    asyncio.run(scenario())
+    play(scenario)
 
 
 @pytest.fixture
