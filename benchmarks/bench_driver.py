@@ -35,8 +35,9 @@ from pydantic import BaseModel, TypeAdapter
 from step_report import birth_certificate
 
 from megascale_jax.cluster.link.certificates import make_folder
+from megascale_jax.cluster.link.connection import Peer
 from megascale_jax.cluster.link.security import Security, make_token
-from megascale_jax.cluster.link.server import LinkServer, Peer
+from megascale_jax.cluster.link.server import LinkServer
 from megascale_jax.cluster.link.tokens import Role
 
 SETTLE_S = 5.0

@@ -17,8 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from megascale_jax.cluster.link import wire
 from megascale_jax.cluster.link.certificates import make_folder
 from megascale_jax.cluster.link.client import LinkClient
+from megascale_jax.cluster.link.connection import Peer
 from megascale_jax.cluster.link.security import Security, make_token
-from megascale_jax.cluster.link.server import LinkServer, Peer
+from megascale_jax.cluster.link.server import LinkServer
 from megascale_jax.cluster.link.tokens import Role
 from megascale_jax.cluster.link.wire import HEADER, Kind, Limits
 
