@@ -2,7 +2,8 @@
 
 ``v1.PAYLOAD.MAC``, both in URL-safe base64; the payload is the JSON of `Token`. Whoever holds the signing key makes tokens; whoever
 holds a token is its subject until it expires, so both live in files for their owner only. There is no list of revoked tokens: a new
-signing key voids them all. A token is checked when its holder connects: one that expires later ends no connection, but lets nobody come back.
+signing key voids them all. A token is checked when its holder connects: one that expires later ends no connection, but lets nobody
+come back.
 """
 
 import base64
