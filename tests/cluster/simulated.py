@@ -214,6 +214,8 @@ class World:
     def _report(self, sim: SimNode) -> ProcessReport:
         steps = max(0, sim.passes - 1)
         state = "exited" if sim.process == "exited" else "stopped" if sim.hangs == "stopped" else "running"
+        behind, usual = ("restore", "compile") if sim.passes == 0 else ("data", "step")
+        section = behind if sim.hangs == "behind" else usual
         rank = sim.wanted.assignment.rank if sim.wanted and sim.wanted.assignment else 0
         return ProcessReport(
             rank=rank,
@@ -222,9 +224,9 @@ class World:
             exit_code=sim.exit_code,
             signal=sim.exit_signal,
             step=sim.step,
-            section="data" if sim.hangs == "behind" else "compile" if sim.passes == 0 else "step",
+            section=section,
             in_section_s=self.now - sim.entered_s,
-            longest_s={"step": STEP_S} if steps else {},
+            longest_s={"compile": START_S, "step": STEP_S} if steps else {},
             passes={"compile": min(1, sim.passes), "step": steps},
             loss=3.0,
             non_finite_in_a_row=0,

@@ -11,7 +11,7 @@ from megascale_jax.cluster.state import Ordered, Shape
 from megascale_jax.config.cluster import ClusterConfig, FloorsConfig
 from tests.cluster.simulated import STEP_S, World
 
-CONFIG = ClusterConfig(lost_after_s=5.0, grace_s=5.0, wait_s=60.0, diagnose_s=30.0, floors=FloorsConfig(data=20.0))
+CONFIG = ClusterConfig(lost_after_s=5.0, grace_s=5.0, wait_s=60.0, diagnose_s=30.0, floors=FloorsConfig(data=20.0, compile=300.0, restore=60.0))
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_random_faults_end_in_a_finished_run(tmp_path_factory, faults) -> None:
                 world.drops = lambda other: False
             case _:
                 pass
-    assert world.run(900, lambda: world.driver.is_over), (world.driver.state.phase, world.lines[-20:])
+    assert world.run(3000, lambda: world.driver.is_over), (world.driver.state.phase, world.lines[-20:])
     state = world.driver.state
     assert state.phase == Phase.FINISHED, state.outcome
     assert not any(node.status == NodeStatus.EVICTED for node in state.nodes.values()), "no node was bad"
