@@ -22,7 +22,8 @@ from megascale_jax.cluster.lifecycle import ENDS
 from megascale_jax.cluster.link import operators
 from megascale_jax.cluster.link.audit import AuditLog
 from megascale_jax.cluster.link.security import Security
-from megascale_jax.cluster.link.server import LinkServer, Peer
+from megascale_jax.cluster.link.connection import Peer
+from megascale_jax.cluster.link.server import LinkServer
 from megascale_jax.cluster.link.tokens import Role
 from megascale_jax.cluster.messages import Answer, Beat, Command, Desired, Diagnosis, FromNode, Hello
 from megascale_jax.cluster.state import Ordered

@@ -29,6 +29,8 @@ def fill(state: State, at_s: float, config: ClusterConfig) -> tuple[tuple[str | 
     for rank, name in enumerate(seats):
         if name is None and spares:
             seats[rank] = spares.pop(0)
+    if state.attempt == 0 and None not in seats:
+        seats.sort(key=lambda name: _natural(name or ""))
     return tuple(seats), waits
 
 

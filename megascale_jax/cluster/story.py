@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megascale_jax.cluster.lifecycle import Phase
+from megascale_jax.cluster.lifecycle import ENDS, Phase
 from megascale_jax.cluster.state import Advanced, Event, Incident, Joined, Lost, Ordered, State, Suspicion
 
 
@@ -10,7 +10,7 @@ def told(before: State, after: State, event: Event) -> Iterator[str]:
     """Lines for people, none for what changes nothing."""
     if isinstance(event, Joined) and before != after:
         yield f"{event.node} is here ({event.address}), {after.nodes[event.node].status}"
-    if isinstance(event, Lost) and before != after:
+    if isinstance(event, Lost) and before != after and after.phase not in ENDS:
         yield f"{event.node} is lost: {event.reason}"
     if isinstance(event, Ordered) and before != after:
         yield f"{event.by} ordered: {event.action}{f' {event.node}' if event.node else ''}"
