@@ -162,7 +162,7 @@ def test_who_does_not_read_is_dropped(loop):
 def test_a_silent_peer_is_dropped_and_a_quiet_client_is_not():
     async def scenario():
         recorder = Recorder()
-        limits = Limits(idle_s=0.8, keepalive_s=0.2)
+        limits = Limits(idle_s=2.0, keepalive_s=0.4)
         async with serving(recorder, limits=limits) as address, running(link(address, [], client("node-2"), limits)) as end:
             await until(lambda: end.connected)
             async with Raw.connected(address) as raw:
@@ -180,7 +180,7 @@ def test_a_silent_peer_is_dropped_and_a_quiet_client_is_not():
 def test_a_client_leaves_a_driver_that_has_stopped_and_comes_back():
     async def scenario():
         recorder, lost = Recorder(), []
-        limits = Limits(idle_s=0.5, keepalive_s=0.2)
+        limits = Limits(idle_s=1.0, keepalive_s=0.4)
         async with serving(recorder) as address:
             silent = asyncio.Event()
 
@@ -204,7 +204,7 @@ def test_a_client_leaves_a_driver_that_has_stopped_and_comes_back():
                 silent.set()
                 await until(lambda: lost)
                 silent.clear()
-                await until(lambda: end.connected and len(recorder.peers) == 2)
+                await until(lambda: end.connected and len(recorder.peers) >= 2)
             middle.close()
         assert "the driver has been silent" in lost[0]
         assert [entry[0] for entry in recorder.heard[:3]] == ["connected", "lost", "connected"], "the half-open one was replaced"

@@ -204,7 +204,7 @@ def test_clients_that_tls_refuses(what):
 def test_who_speaks_no_tls(sent):
     async def scenario():
         recorder = Recorder()
-        async with serving(recorder, limits=Limits(handshake_s=0.5)) as address:
+        async with serving(recorder, limits=Limits(handshake_s=2.0)) as address:
             reader, writer = await asyncio.open_connection(*address)
             writer.write(sent)
             assert HEADER.size not in [len(await asyncio.wait_for(reader.read(HEADER.size), WAIT_S))]
