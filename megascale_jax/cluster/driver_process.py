@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, TypeAdapter
 
 from megascale_jax.cluster.driver import Driver, status_of
-from megascale_jax.cluster.lifecycle import ENDS
+from megascale_jax.cluster.lifecycle import ENDS, Phase
 from megascale_jax.cluster.link import operators
 from megascale_jax.cluster.link.audit import AuditLog
 from megascale_jax.cluster.link.security import Security
@@ -168,7 +168,7 @@ async def _tick(driver: Driver, is_hurried: Callable[[], bool], say: Callable[[s
             ended_at = ended_at or now
             if driver.is_over or now > ended_at + LEAVE_S:
                 return
-        elif driver.step != progress[0] and now > progress[1] + _PROGRESS_S:
+        elif driver.state.phase == Phase.RUNNING and driver.step != progress[0] and now > progress[1] + _PROGRESS_S:
             progress = (driver.step, now)
             say(f"step {driver.step} of {driver.total_steps}")
         await asyncio.sleep(TICK_S)

@@ -121,13 +121,15 @@ def cause_nodes(suspicions: tuple[Suspicion, ...]) -> tuple[str, ...]:
 
 def _joined(state: State, event: Joined) -> State:
     old = state.nodes.get(event.node)
-    fresh = {"incarnation": event.incarnation, "address": event.address, "ports": event.ports, "lost_at_s": None}
+    fresh = {"incarnation": event.incarnation, "address": event.address, "ports": event.ports, "lost_at_s": None, "reason": ""}
     if old is None:
         return _with_node(state, event.node, Node(status=NodeStatus.READY, **fresh))
     has_seat, is_new = event.node in state.seats, event.incarnation != old.incarnation
     status = old.status
     if status in (NodeStatus.LOST, NodeStatus.READY, NodeStatus.ASSIGNED):
         status = NodeStatus.ASSIGNED if has_seat else NodeStatus.READY
+    if status in (NodeStatus.CORDONED, NodeStatus.EVICTED):
+        fresh["reason"] = old.reason
     state = _moved(state, event.node, status, **fresh)
     if is_new and has_seat:
         if state.phase in ACTIVE:  # its processes died with the executor before
