@@ -156,8 +156,9 @@ def attend(
     channel = _join(address, secret)
     with channel:
         here = channel.local_address()
+        hello = Hello(rank=rank, host=host, node=Node(address=here, ports=free_ports(here), switch=switch)).model_dump()
         asked_s = time.time()
-        answer = channel.ask(Hello(rank=rank, host=host, node=Node(address=here, ports=free_ports(here), switch=switch)).model_dump())
+        answer = channel.ask(hello)
         offset_s = (asked_s + time.time()) / 2 - float(answer["unix_s"])
         # process 0 speaks when the slowest node has ended
         channel.limit(JOIN_LIMIT_S + whole_limit_s([*names, PAIR], limit_s))

@@ -4,9 +4,9 @@ Round one pairs neighbours under the same switch. Later rounds pair those in *do
 a pair with it was good; it is *bad* if a pair with a proven node was slow or failed and no pair with it was good. So a healthy node is
 never named, as long as two healthy nodes are good together, and a bad one is named as soon as it meets a proven one.
 
-One bad node is named in two rounds for n >= 4, in three for n = 3. Several may take more, `MOST_ROUNDS` at most. What cannot be told:
-with fewer than two healthy nodes no pair is good (so it is for n = 2), and all that failed are *suspects*; nodes that are all alike slow
-look healthy without a baseline, for which n >= 6 suffices with two of them.
+One bad node is named in two rounds, in three for n = 3 and n = 5. Several may take more, `MOST_ROUNDS` at most. What cannot be told: with
+fewer than two healthy nodes no pair is good (so it is for n = 2), and all that failed are *suspects*; nodes that are all alike slow look
+healthy without a baseline (two slow ones can, up to n = 5).
 """
 
 from collections.abc import Mapping, Sequence
