@@ -131,8 +131,9 @@ def alone(groups: Iterable[Group] = GROUPS) -> tuple[str, ...]:
 def parse_groups(text: str) -> tuple[Group, ...]:
     """Groups from ``host,nic``. Raises UsageError."""
     words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or (unknown := [word for word in words if word not in GROUPS]):
-        raise UsageError(f"groups {text!r}: {', '.join(unknown) if words else 'nothing'} is not known; known: {', '.join(GROUPS)}")
+    unknown = [word for word in words if word not in GROUPS]
+    if unknown or not words:
+        raise UsageError(f"groups {text!r}: {', '.join(unknown) or 'nothing'} is not known; known: {', '.join(GROUPS)}")
     return tuple(group for group in GROUPS if group in words)
 
 
@@ -141,7 +142,8 @@ def outcome(
 ) -> Outcome:
     """The outcome of a check that found these problems: the worst decides, and only problems as bad are told."""
     order: tuple[Status, ...] = ("fail", "warn", "not_run")
-    status = next((level for level in order if any(is_ == level for is_, _ in problems)), "pass")
+    found = [level for level in order if any(is_ == level for is_, _ in problems)]
+    status: Status = found[0] if found else "pass"
     reason = "; ".join(dict.fromkeys(text for is_, text in problems if is_ == status))
     return Outcome(check=check, status=status, numbers=tuple(numbers), reason=shorten(reason), facts=facts or {})
 

@@ -125,6 +125,7 @@ def judge_all(nodes: Mapping[str, Node], outcomes: Outcomes, baseline: Baseline)
         _judge_versions(outcomes),
         _judge_digests(outcomes),
         _judge_pairs(nodes, outcomes, baseline),
+        _judge_unable(outcomes),
     ):
         bad += more_bad
         suspects += more_suspects
@@ -203,6 +204,20 @@ def _judge_digests(outcomes: Outcomes) -> _Judged:
             reason = "the same product has other bits than on most nodes" if usual else "the same product has other bits on each side"
             (bad if usual else suspects).append(Finding(node=node, check=CORRUPTION, fault="corruption", reason=reason))
     return bad, suspects, []
+
+
+def _judge_unable(outcomes: Outcomes) -> _Judged:
+    """Nodes that cannot run what most nodes can: they may lack a tool only, or be unable to compute at all."""
+    statuses: dict[str, dict[str, Outcome]] = defaultdict(dict)
+    for node, found in outcomes.items():
+        for one in found:
+            statuses[one.check][node] = one
+    suspects = []
+    for check, of_nodes in statuses.items():
+        unable = [(node, one) for node, one in of_nodes.items() if one.status == "not_run"]
+        if 2 * len(unable) < len(of_nodes):
+            suspects += [Finding(node=node, check=check, fault="unable", reason=f"only here: {one.reason}") for node, one in unable]
+    return [], suspects, []
 
 
 def _judge_pairs(nodes: Mapping[str, Node], outcomes: Outcomes, baseline: Baseline) -> _Judged:

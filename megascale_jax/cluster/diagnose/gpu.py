@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,10 +48,9 @@ def load_nvml(root: Path = ROOT) -> ModuleType:
     if not any((root / "dev").glob("nvidia[0-9]*")) and not (root / "proc/driver/nvidia").is_dir():
         raise NoDriver("no NVIDIA driver")
     try:
-        import pynvml
+        return import_module("pynvml")
     except ImportError as error:
         raise NoDriver("nvidia-ml-py is not installed; install megascale_jax[gpu]") from error
-    return pynvml
 
 
 def _on_gpus(check: str, load: Callable[[], Any], look: Callable[[Any, str, Any], tuple[Problems, list[Number]]]) -> Outcome:
@@ -71,7 +71,8 @@ def _on_gpus(check: str, load: Callable[[], Any], look: Callable[[Any, str, Any]
         try:
             found, measured = look(nvml, name, nvml.nvmlDeviceGetHandleByIndex(index))
         except nvml.NVMLError as error:
-            found, measured = [("fail", f"{name}: NVML says {error}")], []
+            problems.append(("fail", f"{name}: NVML says {error}"))
+            continue
         problems += found
         numbers += measured
     nvml.nvmlShutdown()
@@ -156,11 +157,11 @@ def gpu_clocks(load: Callable[[], Any] = load_nvml) -> Outcome:
         problems: Problems = []
         reasons = _ask(nvml, "nvmlDeviceGetCurrentClocksEventReasons", handle) or 0
         causes = (
-            ("fail", nvml.nvmlClocksEventReasonHwThermalSlowdown, "slowed down by heat (hardware)"),
-            ("fail", nvml.nvmlClocksEventReasonHwPowerBrakeSlowdown, "slowed down by the power brake"),
-            ("fail", nvml.nvmlClocksEventReasonSwThermalSlowdown, "slowed down by heat (software)"),
+            (nvml.nvmlClocksEventReasonHwThermalSlowdown, "by heat (hardware)"),
+            (nvml.nvmlClocksEventReasonHwPowerBrakeSlowdown, "by the power brake"),
+            (nvml.nvmlClocksEventReasonSwThermalSlowdown, "by heat (software)"),
         )
-        problems += [(level, f"{name}: {text}") for level, bit, text in causes if reasons & bit]
+        problems.extend(("fail", f"{name}: slowed down {text}") for bit, text in causes if reasons & bit)
         if reasons & nvml.nvmlClocksEventReasonHwSlowdown and not problems:
             problems.append(("fail", f"{name}: slowed down by the hardware"))
         degrees = _ask(nvml, "nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU)
@@ -227,5 +228,5 @@ def gpu_xid(load: Callable[[], Any] = load_nvml, read: Callable[[], list[tuple[f
         return not_run("gpu_xid", "the kernel log may not be read; run as root, or set kernel.dmesg_restrict=0")
     found = [(match[1], int(match[2])) for age_s, line in lines if age_s < XID_HOURS * 3600 and (match := _XID.search(line))]
     problems: Problems = [("fail", f"Xid {xid} on {place}: {FATAL_XIDS[xid]}") for place, xid in found if xid in FATAL_XIDS]
-    problems += [("warn", f"Xid {xid} on {place}: {SERIOUS_XIDS[xid]}") for place, xid in found if xid in SERIOUS_XIDS]
+    problems.extend(("warn", f"Xid {xid} on {place}: {SERIOUS_XIDS[xid]}") for place, xid in found if xid in SERIOUS_XIDS)
     return outcome("gpu_xid", problems, [Number(name=f"in {XID_HOURS} hours", value=len(found), unit="Xids")])

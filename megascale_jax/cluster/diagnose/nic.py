@@ -9,12 +9,12 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
-from megascale_jax.cluster.diagnose.checks import Number, Outcome, Status, Wire, not_run, outcome
+from megascale_jax.cluster.diagnose.checks import CHECKS, PAIR, Number, Outcome, Status, Wire, not_run, outcome
 from megascale_jax.errors import ConfigError
 
 ROOT = Path("/")
@@ -39,10 +39,16 @@ class Baseline(Wire):
     roce_priority: Annotated[int, Field(ge=0, le=7)] = 3
     most_link_downs: int = 5
     most_errors: int = 100
-    rates: dict[Literal["gemm", "copy", "all_to_all", "pair", "nic_loopback", "nic_to_nic"], Annotated[float, Field(gt=0)]] = Field(
-        default={}
-    )
+    rates: dict[str, Annotated[float, Field(gt=0)]] = Field(default={})
     """What each check should measure, in the unit that it prints."""
+
+    @field_validator("rates")
+    @classmethod
+    def _are_measured(cls, rates: dict[str, float]) -> dict[str, float]:
+        measured = [name for name, check in CHECKS.items() if check.compared or name == PAIR]
+        if unknown := sorted(set(rates) - set(measured)):
+            raise ValueError(f"{', '.join(unknown)} measures no rate; those that do: {', '.join(measured)}")
+        return rates
 
 
 def read_baseline(path: Path) -> Baseline:
@@ -112,12 +118,13 @@ def _missing(baseline: Baseline, found: Sequence[Port]) -> Problems:
 
 def _on_ports(check: str, baseline: Baseline, root: Path, look: Callable[[Port], tuple[Problems, list[Number]]]) -> Outcome:
     found = ports(baseline, root)
-    problems, numbers = _missing(baseline, found), []
+    problems: Problems = _missing(baseline, found)
+    numbers: list[Number] = []
     if not found and not problems:
         return not_run(check, "no physical NIC is up")
     for port in found:
         wrong, measured = look(port)
-        problems += [(status, f"{port.name}: {text}") for status, text in wrong]
+        problems.extend((status, f"{port.name}: {text}") for status, text in wrong)
         numbers += measured
     return outcome(check, problems, numbers)
 
@@ -171,7 +178,7 @@ def nic_counters(baseline: Baseline, root: Path = ROOT) -> Outcome:
         )
         if (downs or 0) > baseline.most_link_downs:
             problems.append(("fail", f"the link went down {downs} times, the baseline allows {baseline.most_link_downs}"))
-        problems += [("fail", f"{count} {name}") for name, count in errors.items() if (count or 0) > baseline.most_errors]
+        problems.extend(("fail", f"{count} {name}") for name, count in errors.items() if (count or 0) > baseline.most_errors)
         numbers = [Number(name="link downs", value=downs, unit="times", part=port.name)] if downs is not None else []
         return problems, numbers + [Number(name=n, value=c, unit="errors", part=port.name) for n, c in errors.items() if c]
 

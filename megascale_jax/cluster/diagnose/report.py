@@ -27,7 +27,7 @@ def _headline(outcomes: Outcomes, verdict: Verdict) -> Text:
         return Text(f"BAD {', '.join(verdict.bad_nodes)}  (of {count}, exit code {verdict.exit_code})", style="bold red")
     if verdict.suspects:
         names = ", ".join(dict.fromkeys(finding.node for finding in verdict.suspects))
-        return Text(f"SUSPECT {names}: one of them is bad  (of {count}, exit code {verdict.exit_code})", style="bold red")
+        return Text(f"SUSPECT {names}: not proven to be bad, nor to be good  (of {count}, exit code {verdict.exit_code})", style="bold red")
     if verdict.is_blind:
         return Text(f"NOTHING COULD BE CHECKED  ({count}, exit code {verdict.exit_code})", style="bold red")
     warned = f", {len(verdict.warnings)} warnings" if verdict.warnings else ""
@@ -38,11 +38,17 @@ def _wrong(outcomes: Outcomes, verdict: Verdict) -> list[Text]:
     lines = []
     for word, findings in (("bad", verdict.bad), ("suspect", verdict.suspects)):
         for finding in findings:
-            check = CHECKS.get(finding.check)
             node = f"{finding.node}  " if len(outcomes) > 1 else ""
             lines.append(Text.assemble("  ", (f"{word} ", STYLES["fail"]), f"{node}{finding.check}: {finding.reason}"))
-            lines.append(Text(f"      do: {check.advice if check else 'look whether the node is up and reachable'}"))
+            lines.append(Text(f"      do: {_advice(finding)}"))
     return lines
+
+
+def _advice(finding: Finding) -> str:
+    if finding.check not in CHECKS:
+        return "look whether the node is up and reachable"
+    check = CHECKS[finding.check]
+    return f"make it run here as on the other nodes; it needs {check.needs}" if finding.fault == "unable" else check.advice
 
 
 def _table(outcomes: Outcomes, verdict: Verdict) -> Table:
@@ -66,7 +72,8 @@ def _table(outcomes: Outcomes, verdict: Verdict) -> Table:
 def _status(found: Sequence[Outcome], name: str, verdict: Verdict, *, is_warned: bool) -> Text:
     """One word for all nodes, or how many say what. A check may be fine by itself, and not beside others."""
     counts = Counter(one.status for one in found)
-    if not counts["fail"] and any(finding.check == name for finding in (*verdict.bad, *verdict.suspects)):
+    accused = (finding for finding in (*verdict.bad, *verdict.suspects) if finding.fault != "unable")
+    if not counts["fail"] and any(finding.check == name for finding in accused):
         return Text("slow" if CHECKS[name].compared else "differs", style=STYLES["fail"])
     if is_warned and set(counts) == {"pass"}:
         return _word("warn")

@@ -22,6 +22,13 @@ def judge(outcomes, **baseline):
     return judge_all({name: NODES[name] for name in outcomes}, outcomes, Baseline(**baseline))
 
 
+def test_a_node_that_cannot_run_what_most_can_is_a_suspect():
+    verdict = judge({name: [FINE, not_run("gemm", "no JAX") if name == "c" else Outcome(check="gemm", status="pass")] for name in "abc"})
+    assert [finding.node for finding in verdict.suspects] == ["c"] and not verdict.bad and verdict.exit_code == 16
+    half = judge({name: [FINE, not_run("gemm", "no JAX") if name in "cd" else Outcome(check="gemm", status="pass")] for name in "abcd"})
+    assert not half.suspects and half.exit_code == 0
+
+
 def rate(check, *values, kind="H100"):
     numbers = [Number(name="m", value=value, unit="TFLOP/s", part=f"GPU {index}") for index, value in enumerate(values)]
     return [outcome(check, numbers=numbers, facts={"device": kind})]
@@ -35,7 +42,7 @@ def test_all_fine_is_0_and_nothing_at_all_is_16():
 
 
 def test_a_warning_or_a_check_that_did_not_run_is_no_fault():
-    verdict = judge(everywhere(a=[outcome("clock", [("warn", "w")]), FINE], b=[not_run("gpu_xid", "n"), FINE]))
+    verdict = judge(everywhere(a=[outcome("clock", [("warn", "w")]), FINE], b=[not_run("gpu_nvlink", "n"), FINE]))
     assert verdict.exit_code == 0 and len(verdict.warnings) == 1 and verdict.not_run[0].node == "b"
 
 
@@ -156,7 +163,8 @@ def test_a_node_that_cannot_take_part_blames_nobody():
             else:
                 meet(outcomes, {node: task}, lambda *names: "b" not in names)
     verdict = judge_all(NODES, outcomes, Baseline())
-    assert not verdict.bad and not verdict.suspects and [finding.node for finding in verdict.not_run] == ["b"]
+    assert not verdict.bad and [finding.node for finding in verdict.not_run] == ["b"]
+    assert [(finding.node, finding.fault) for finding in verdict.suspects] == [("b", "unable")]
 
 
 def test_a_bad_node_is_not_a_suspect_too():
