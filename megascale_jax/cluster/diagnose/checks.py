@@ -142,7 +142,7 @@ def outcome(
 ) -> Outcome:
     """The outcome of a check that found these problems: the worst decides, and only problems as bad are told."""
     order: tuple[Status, ...] = ("fail", "warn", "not_run")
-    found = [level for level in order if any(is_ == level for is_, _ in problems)]
+    found: list[Status] = [level for level in order if any(is_ == level for is_, _ in problems)]
     status: Status = found[0] if found else "pass"
     reason = "; ".join(dict.fromkeys(text for is_, text in problems if is_ == status))
     return Outcome(check=check, status=status, numbers=tuple(numbers), reason=shorten(reason), facts=facts or {})

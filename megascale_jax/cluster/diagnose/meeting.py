@@ -77,7 +77,7 @@ class Meeting:
             self._meet(server)
         self.outcomes[own] = self.check(self.names, None, 0.0)
         for name in list(self._channels):
-            self.outcomes[name] = self._hear(name, whole_limit_s(self.names, self.limit_s), [])
+            self.outcomes[name] = self._hear(name, whole_limit_s(self.names, self.limit_s))
         self._run_pairs(own)
         return judge_all(self.nodes, self.outcomes, self.baseline)
 
@@ -114,8 +114,8 @@ class Meeting:
             self.nodes[f"process-{rank}"] = Node(address="-", ports=())
             self.outcomes[f"process-{rank}"] = []
 
-    def _hear(self, name: str, limit_s: float, instead: list[Outcome]) -> list[Outcome]:
-        """What a node found; ``instead`` when it is gone, which it then stays."""
+    def _hear(self, name: str, limit_s: float) -> list[Outcome]:
+        """What a node found; nothing when it is gone, which it then stays."""
         channel = self._channels[name]
         try:
             channel.limit(limit_s)
@@ -123,7 +123,7 @@ class Meeting:
         except (ConnectionError, ValidationError):
             channel.close()
             del self._channels[name]
-            return instead
+            return []
 
     def _run_pairs(self, own: str) -> None:
         while self.with_pairs:
@@ -137,9 +137,8 @@ class Meeting:
             if own in tasks:
                 self.outcomes[own] += self.check([PAIR], tasks[own], 0.0)
             for name in list(self._channels):
-                instead = [no_answer(PAIR, tasks[name])] if name in tasks else []
-                self.outcomes[name] += self._hear(name, whole_limit_s([PAIR], self.limit_s), instead)
-            for name, task in tasks.items():  # those that were gone before
+                self.outcomes[name] += self._hear(name, whole_limit_s([PAIR], self.limit_s))
+            for name, task in tasks.items():
                 if not any(one.facts.get("round") == str(task.round) for one in self.outcomes[name] if one.check == PAIR):
                     self.outcomes[name].append(no_answer(PAIR, task))
 
