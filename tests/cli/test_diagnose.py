@@ -81,6 +81,7 @@ def test_the_table_names_the_bad_node_first_and_says_what_to_do():
         and "33% below the median" in lines[1]
         and "do: check clocks" in lines[2]
     )
+    assert next(line for line in lines if line.startswith("gemm")).split()[2] == "slow"
     assert (
         "400 .. 601 TFLOP/s, median 600" in text
         and "3 x no NVIDIA driver" in text

@@ -4,7 +4,7 @@ Every node that was asked needs an outcome for what it was asked, also when it d
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from megascale_jax.cluster.diagnose.checks import CHECKS, CORRUPTION, DEVICE, DIGEST, PAIR, SOFTWARE, Fault, Number, Outcome, Wire, outcome
 from megascale_jax.cluster.diagnose.judge import CPU_FLOOR, FLOOR, compare
@@ -106,12 +106,14 @@ def _scale(nodes: Mapping[str, Node], outcomes: Outcomes, baseline: Baseline) ->
     return Scale(switches, CPU_PAIR_FLOOR if is_cpu else PAIR_FLOOR, baseline.rates.get(PAIR))
 
 
-def judge_all(nodes: Mapping[str, Node], outcomes: Outcomes, baseline: Baseline) -> Verdict:
-    """Who is bad, and why. A node without any outcome could not run at all."""
+def judge_all(nodes: Mapping[str, Node], outcomes: Outcomes, baseline: Baseline, gone: Collection[str] = ()) -> Verdict:
+    """Who is bad, and why. A node without any outcome could not run at all; one that has ``gone`` meanwhile is bad, too."""
     bad, suspects, warnings, blind = [], [], [], []
     for name in nodes:
         if not outcomes.get(name):
             bad.append(Finding(node=name, check="answer", fault="unable", reason="the node gave no outcome at all"))
+        elif name in gone:
+            bad.append(Finding(node=name, check="answer", fault="unable", reason="the node has gone in the middle"))
         for one in outcomes.get(name, ()):
             finding = Finding(node=name, check=one.check, fault=CHECKS[one.check].fault, reason=one.reason)
             if one.status == "not_run":

@@ -79,7 +79,7 @@ class Meeting:
         for name in list(self._channels):
             self.outcomes[name] = self._hear(name, whole_limit_s(self.names, self.limit_s))
         self._run_pairs(own)
-        return judge_all(self.nodes, self.outcomes, self.baseline)
+        return judge_all(self.nodes, self.outcomes, self.baseline, set(self.nodes) - set(self._channels) - {own})
 
     def close(self, exit_code: int) -> None:
         """Tell all that it is over."""
@@ -127,7 +127,7 @@ class Meeting:
 
     def _run_pairs(self, own: str) -> None:
         while self.with_pairs:
-            here = {name: node for name, node in self.nodes.items() if self.outcomes[name]}
+            here = {name: node for name, node in self.nodes.items() if name == own or name in self._channels}
             tasks = plan_round(here, self.outcomes, self.baseline)
             if not tasks:
                 return

@@ -59,6 +59,13 @@ def finder(bad=(), offsets=None):
     return make
 
 
+def dies(names, pair, offset_s):
+    """The checks of a host that is fine until it meets another one."""
+    if pair is not None:
+        raise ConnectionError("gone")
+    return [Outcome(check="memory", status="pass")]
+
+
 def test_all_hosts_learn_the_exit_code_and_the_bad_one_is_named():
     hosts, offsets = Hosts(), {}
     check = finder({"host-2"}, offsets)
@@ -79,21 +86,24 @@ def test_a_host_that_never_comes_is_named_and_the_others_go_on():
 
 
 def test_a_host_that_goes_in_a_round_of_pairs_has_failed_it():
-    def dies(names, pair, offset_s):
-        if pair is not None:
-            raise ConnectionError("gone")
-        return [Outcome(check="memory", status="pass")]
-
     hosts, check = Hosts(), finder({"host-1"})
     hosts.attend(1, dies)
     for rank in (2, 3):
         hosts.attend(rank, check(f"host-{rank}"))
-    _, verdict = hosts.lead(4, check("host-0"))
+    held, verdict = hosts.lead(4, check("host-0"))
     assert verdict.bad_nodes == ("host-1",) and verdict.exit_code == 14
+    assert [(one.check, one.reason) for one in held.outcomes["host-1"][1:]] == [("pair", "the node did not answer")], "asked once"
+
+
+def test_of_two_hosts_the_one_that_goes_is_bad():
+    hosts = Hosts()
+    hosts.attend(1, dies)
+    _, verdict = hosts.lead(2, finder({"host-1"})("host-0"))
+    assert verdict.bad_nodes == ("host-1",) and verdict.bad[0].reason == "the node has gone in the middle"
 
 
 def test_strangers_and_doubles_are_let_go():
-    hosts = Hosts()
+    hosts, before = Hosts(), []
 
     def strangers():
         for _ in range(50):
@@ -104,11 +114,14 @@ def test_strangers_and_doubles_are_let_go():
             except OSError:
                 threading.Event().wait(0.05)
         for message in ({"rank": 7, "host": "x"}, {"rank": 9, "host": "x", "node": {"address": "a", "ports": []}}, {"nonsense": True}):
-            with connect_tcp(*hosts.address, "s", 5) as channel, pytest.raises(ConnectionError):
-                channel.ask(message)
+            with connect_tcp(*hosts.address, "s", 5) as channel:
+                try:
+                    before.append(channel.ask(message))
+                except ConnectionError:
+                    before.append("refused")
         hosts.attend(1, finder()("host-1"), secret="wrong")
         hosts.threads[-1].join(30)
-        assert hosts.codes == {1: "refused"}
+        before.append(dict(hosts.codes))
         hosts.attend(1, finder()("host-1"))
 
     first = threading.Thread(target=strangers, daemon=True)
@@ -116,7 +129,8 @@ def test_strangers_and_doubles_are_let_go():
     _, verdict = hosts.lead(2, finder()("host-0"))
     first.join(30)
     hosts.threads[-1].join(30)
-    assert verdict.exit_code == 0 and set(hosts.codes.values()) == {0}
+    assert before == ["refused"] * 3 + [{1: "refused"}]
+    assert verdict.exit_code == 0 and hosts.codes == {1: 0}
 
 
 def test_an_address_that_is_not_here_is_a_usage_error():

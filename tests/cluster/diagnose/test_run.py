@@ -41,7 +41,8 @@ def probe(tmp_path):
                     time.sleep(60)
                 deeds = {
                     "hang": lambda: time.sleep(60), "kill": lambda: os.kill(os.getpid(), signal.SIGSEGV), "raise": lambda: 1 / 0,
-                    "leave": lambda: os._exit(0), "lie": lambda: print('{"check": "other", "status": "pass"}', flush=True) or time.sleep(60),
+                    "leave": lambda: os._exit(0),
+                    "lie": lambda: print('{"check": "other", "status": "pass"}', flush=True) or time.sleep(60),
                     "flood": lambda: print("x" * (2 << 20), flush=True), "inside": hang_inside, "child": leave_a_child,
                 }
                 for name in given.check:
