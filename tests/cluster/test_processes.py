@@ -180,11 +180,19 @@ def test_number_of_a_process_that_ended_is_not_free_before_its_stop(training, tm
 def test_stranger_that_has_got_a_number_is_not_signalled(training, tmp_path):
     training.start(1, [launch(FOREVER)], tmp_path)
     leader = training.poll()[0].pid
-    with subprocess.Popen([sys.executable, "-I", "-S", "-c", FOREVER], start_new_session=True) as stranger:
+    with subprocess.Popen(["cat"], start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as stranger:
         processes._signal([stranger.pid], {leader}, signal.SIGKILL)
-        assert stranger.poll() is None
+        stranger.stdin.write("alive\n")
+        assert stranger.stdout.readline() == "alive\n"
         processes._signal([stranger.pid], {stranger.pid}, signal.SIGKILL)
         assert stranger.wait(LIMIT_S) == -signal.SIGKILL
+
+
+def test_numbers_are_forgotten_after_a_stop(training, tmp_path, monkeypatch):
+    training.start(1, [launch(FOREVER)], tmp_path)
+    training.stop(0)
+    monkeypatch.setattr(processes, "_members", lambda leaders: sorted(leaders))  # as if strangers had them all
+    training.stop(1)
 
 
 def test_processes_die_with_the_one_that_started_them(tmp_path):
@@ -201,10 +209,15 @@ def test_processes_die_with_the_one_that_started_them(tmp_path):
 
 
 def test_processes_outlive_the_thread_that_asked_for_them(training, tmp_path):
-    thread = threading.Thread(target=training.start, args=(1, [launch("print('ready', flush=True);" + FOREVER)], tmp_path))
+    def start():
+        training.start(1, [launch("import time\nwhile True: print('alive', flush=True); time.sleep(0.01)")], tmp_path)
+        wait_for(tmp_path, "alive")  # so it has asked the kernel by now
+
+    thread = threading.Thread(target=start)
     thread.start()
-    thread.join()
-    wait_for(tmp_path, "ready")
+    until(lambda: not any(task.id == thread.native_id for task in psutil.Process().threads()) and thread.native_id)
+    size = log_of(tmp_path).stat().st_size
+    until(lambda: log_of(tmp_path).stat().st_size > size + 10 or training.poll()[0].state != "running")
     assert training.poll()[0].state == "running"
 
 
