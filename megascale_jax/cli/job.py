@@ -27,7 +27,7 @@ _LIMIT_S = 10.0
 @app.command()
 def status(run: Run, token: TokenFile = None, json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
     """Phase, nodes, progress, incidents. Needs the role view."""
-    answer = _ask(run, token, "status")
+    answer = ask_driver(run, token, "status")
     if json:
         typer.echo(json_module.dumps(answer.status, indent=1))
     else:
@@ -71,13 +71,14 @@ def uncordon(run: Run, node: Node, token: TokenFile = None) -> None:
 
 
 def _order(run: Path, token: Path | None, action: str, **values: Any) -> None:
-    answer = _ask(run, token, action, **values)
+    answer = ask_driver(run, token, action, **values)
     if not answer.is_done:
         raise UsageError(answer.text)
     typer.echo(answer.text)
 
 
-def _ask(run: Path, token: Path | None, action: str, **values: Any) -> "Answer":
+def ask_driver(run: Path, token: Path | None, action: str, **values: Any) -> "Answer":
+    """One command to the driver of a run folder, and its answer. Raises UsageError, RunFolderError, LinkError."""
     from pydantic import TypeAdapter
 
     from megascale_jax.cluster.driver_process import address_of
@@ -101,7 +102,7 @@ def _show(found: dict[str, Any]) -> None:
     console.print(Text(f"{found['phase']}, attempt {found['attempt']}, step {found['step']} of {found['steps']}  {found['outcome']}"))
     table = Table("rank", "node", "status", "step", "in section", "process", title_justify="left")
     ranks = {name: str(rank) for rank, name in enumerate(found["seats"])}
-    for name, node in sorted(found["nodes"].items(), key=lambda item: ranks.get(item[0], "~" + item[0])):
+    for name, node in sorted(found["nodes"].items(), key=lambda item: str(ranks.get(item[0], f"~{item[0]}"))):
         process = node["processes"][0] if node["processes"] else None
         table.add_row(
             ranks.get(name, "-"),

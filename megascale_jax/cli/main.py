@@ -17,6 +17,7 @@ from megascale_jax.cli import (
     config,
     data,
     diagnose,
+    drill,
     drive,
     huggingface,
     job,
@@ -44,6 +45,7 @@ app = typer.Typer(
 app.command("train")(train.train)
 app.command("drive")(drive.drive)
 app.add_typer(job.app, name="job")
+app.command("drill")(drill.drill)
 app.command("sample")(sample.sample)
 app.command("compare")(compare.compare)
 app.command("keep")(keep.keep)

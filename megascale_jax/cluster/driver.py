@@ -266,6 +266,7 @@ def status_of(driver: Driver) -> dict[str, object]:
     """The job as JSON values, for people and programs that ask."""
     state: State = driver.state
     return {
+        "now_s": driver.clock.now(),
         "phase": state.phase.value,
         "attempt": state.attempt,
         "step": driver.step,

@@ -21,8 +21,8 @@ from megascale_jax.cluster.driver import Driver, status_of
 from megascale_jax.cluster.lifecycle import ENDS, Phase
 from megascale_jax.cluster.link import operators
 from megascale_jax.cluster.link.audit import AuditLog
-from megascale_jax.cluster.link.security import Security
 from megascale_jax.cluster.link.connection import Peer
+from megascale_jax.cluster.link.security import Security
 from megascale_jax.cluster.link.server import LinkServer
 from megascale_jax.cluster.link.tokens import Role
 from megascale_jax.cluster.messages import Answer, Beat, Command, Desired, Diagnosis, FromNode, Hello
@@ -129,12 +129,16 @@ async def drive(
         audit = AuditLog(folder / "audit.jsonl")
         control = Control(audit, rule)
         driver = control.driver = make_driver(control.send)
+
+        def note(what: str, details: dict[str, Any]) -> None:
+            audit.append("link", "system", what, details)
+
         server = LinkServer(
             security,
             security.job,
             TypeAdapter(FromNode),
             control,
-            audit=lambda what, details: audit.append("link", "system", what, details),
+            audit=note,
             permits=permits,
         )
         port = await server.start(*listen)

@@ -11,7 +11,9 @@ from megascale_jax.cluster.state import Ordered, Shape
 from megascale_jax.config.cluster import ClusterConfig, FloorsConfig
 from tests.cluster.simulated import STEP_S, World
 
-CONFIG = ClusterConfig(lost_after_s=5.0, grace_s=5.0, wait_s=60.0, diagnose_s=30.0, floors=FloorsConfig(data=20.0, compile=300.0, restore=60.0))
+CONFIG = ClusterConfig(
+    lost_after_s=5.0, grace_s=5.0, wait_s=60.0, diagnose_s=30.0, floors=FloorsConfig(data=20.0, compile=300.0, restore=60.0)
+)
 
 
 @pytest.fixture

@@ -1,0 +1,174 @@
+"""`megascale drill`: break a driven run on purpose and see what it does about it."""
+
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megascale_jax.errors import MegascaleError, UsageError
+
+END_S = 60.0
+
+
+class DrivenJob:
+    """A local job that this drill may break: one of its own, or one that runs already."""
+
+    def __init__(self, folder: Path, command: list[str], log: Path):
+        self.folder, self._command, self._log = folder, command, log
+        self._driver: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the driver, as a user would."""
+        with self._log.open("ab") as log:
+            self._driver = subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+
+    def status(self) -> dict[str, Any] | None:
+        """What the driver says; ``None`` while there is none."""
+        from megascale_jax.cli.job import ask_driver
+
+        if self._driver is not None and (code := self._driver.poll()) is not None:
+            raise UsageError(f"the driver ended with code {code}; its words are in {self._log}")
+        try:
+            return ask_driver(self.folder, None, "status").status
+        except (MegascaleError, OSError):
+            return None
+
+    def kill_driver(self) -> None:
+        """SIGKILL, and the same command again."""
+        assert self._driver is not None, "only a driver of our own is killed"
+        self._driver.kill()
+        self._driver.wait()
+        self.start()
+
+    def end(self) -> None:
+        """Stop the job; with force when it does not stop by itself."""
+        if self._driver is None or self._driver.poll() is not None:
+            return
+        self._driver.send_signal(signal.SIGTERM)
+        try:
+            self._driver.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._driver.kill()
+
+
+def drill(
+    scenario: Annotated[Path | None, typer.Argument(help="YAML file: a list of {kind, node}", show_default=False)] = None,
+    faults: Annotated[int, typer.Option(min=1, help="without a scenario: so many random faults, over all kinds")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="of the random scenario")] = 0,
+    experiment: Annotated[str, typer.Option(help="what the job trains")] = "quickstart",
+    nodes: Annotated[int, typer.Option(min=2, help="nodes of the job")] = 4,
+    spares: Annotated[int, typer.Option(min=1, help="spares of the job")] = 2,
+    pause_s: Annotated[float, typer.Option(min=0, help="seconds of training before each fault")] = 5.0,
+    run_folder: Annotated[Path | None, typer.Option(help="where the job lives; default a temporary folder", show_default=False)] = None,
+    reference: Annotated[
+        bool, typer.Option(help="afterwards run the same steps without faults and compare every loss, bit for bit")
+    ] = True,
+    json: Annotated[Path | None, typer.Option("--json", help="write all that was seen to this file", show_default=False)] = None,
+) -> None:
+    """Start a job of the real trainer on local nodes, inject faults one after the other, and report what became of each.
+
+    Kinds: process_killed, process_halted, executor_killed, executor_halted, beats_delayed, driver_killed, node_down, checkpoint_corrupt.
+    Exit code 0: every fault was healed, the right node was named, no healthy one was evicted, all losses are as without faults; else 1.
+    """
+    from megascale_jax.cluster.drill import KINDS, Drill, draw, losses, summary
+    from megascale_jax.observe.report import check_json_path, write_json
+
+    check_json_path(json)
+    chosen = _scenario(scenario, KINDS) if scenario is not None else draw(faults, seed)
+    console = Console(soft_wrap=True)
+
+    def say(text: str) -> None:
+        console.print(Text(f"{time.strftime('%H:%M:%S')} {text}"))
+
+    with tempfile.TemporaryDirectory(prefix="megascale-drill-", ignore_cleanup_errors=True) as temporary:
+        place = (run_folder or Path(temporary) / "run").absolute()
+        log = place.parent / f"{place.name}.driver.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        overrides = ["train.steps=100000", "train.checkpoint.every=5", "train.evaluation.every=100000", "train.checkpoint.keep=3"]
+        overrides += ["cluster.lost_after_s=5", "cluster.grace_s=5", "cluster.strikes=1000", "cluster.fruitless_recoveries=50"]
+        command = [sys.executable, "-m", "megascale_jax.cli.main", "drive", experiment, *overrides]
+        job = DrivenJob(place, [*command, "--nodes", str(nodes), "--spares", str(spares), "--run-folder", str(place)], log)
+        job.start()
+        say(f"{len(chosen)} faults for {experiment} on {nodes} nodes and {spares} spares; the driver's words: {log}")
+        run = Drill(job, say)
+        try:
+            for kind, choice in chosen:
+                run.run(kind, choice, pause_s)
+        finally:
+            job.end()
+        found = summary(run.records)
+        if reference:
+            found["loss_bit_equal"], found["steps_compared"] = _compared(
+                losses(place), command, nodes, place.parent / "reference", log, say, losses
+            )
+        _show(console, found)
+        if json is not None:
+            write_json(json, found)
+    good = found["recovered"] == found["injected"] and found["right_node_named"] == found["nodes_to_name"] and not found["healthy_evicted"]
+    if not (good and found.get("loss_bit_equal", True)):
+        raise typer.Exit(1)
+
+
+def _scenario(path: Path, kinds: Any) -> list[tuple[str, int]]:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        entries = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, YAMLError, OmegaConfBaseException) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    if not isinstance(entries, list):
+        raise UsageError(f"{path}: expected a list of faults, such as `- kind: process_killed`")
+    chosen = []
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, dict) or entry.get("kind") not in kinds or set(entry) - {"kind", "node"}:
+            raise UsageError(f"{path}: fault {number + 1} is {entry!r}; expected kind ({', '.join(kinds)}) and perhaps node, a rank")
+        chosen.append((entry["kind"], int(entry.get("node", number))))
+    return chosen
+
+
+def _compared(broken: Any, command: list[str], nodes: int, folder: Path, log: Path, say: Any, losses: Any) -> tuple[bool, int]:
+    """Whether the same steps without faults have the same losses, and how many were compared."""
+    steps = max(broken)
+    say(f"the same {steps} steps without faults")
+    overrides = [word if not word.startswith("train.evaluation") else "train.evaluation.every=null" for word in command]
+    whole = DrivenJob(folder, [*overrides, "--nodes", str(nodes), "--run-folder", str(folder)], log)
+    whole.start()
+    try:
+        while True:
+            status = whole.status()
+            if status is not None and status["step"] > steps:
+                break
+            time.sleep(1.0)
+    finally:
+        whole.end()
+    unbroken = losses(folder)
+    return all(unbroken.get(step) == loss for step, loss in broken.items()), len(broken)
+
+
+def _show(console: Console, found: dict[str, Any]) -> None:
+    table = Table(
+        "fault", "node", "detected", "suspended", "diagnosed", "replaced", "restored", "total", "steps again", "named", title_justify="left"
+    )
+
+    def seconds(value: float | None) -> str:
+        return "-" if value is None else f"{value:.1f} s"
+
+    for record in found["faults"]:
+        spans = [record[f"{name}_s"] for name in ("detected", "suspended", "diagnosed", "replaced", "restored", "total")]
+        verdict = {True: "right", False: "WRONG", None: "-"}[record["right_node_named"]]
+        table.add_row(record["kind"], record["node"] or "-", *map(seconds, spans), str(record["steps_lost"]), verdict)
+    console.print(table)
+    console.print(
+        f"{found['recovered']} of {found['injected']} recovered, right node named {found['right_node_named']} of {found['nodes_to_name']}, "
+        f"{found['healthy_evicted']} healthy evicted, losses bit-equal: {found.get('loss_bit_equal', 'not compared')}"
+    )

@@ -1,0 +1,317 @@
+"""Faults for a live local job, and what became of each: found when, named right, healed when, at what cost.
+
+An injected fault is a real one: signals to real processes of the real trainer, nodes switched off, bytes flipped in checkpoints.
+What the driver knows comes from its own status, asked over the control link like any operator does.
+"""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any, Protocol
+
+import psutil
+
+from megascale_jax.cluster.backends.local import executor_process, switch_off, switch_on
+from megascale_jax.errors import UsageError
+
+POLL_S = 0.2
+RECOVER_LIMIT_S = 300.0
+"""Longest that a fault may hold the training up before it counts as not recovered."""
+
+
+class Job(Protocol):
+    """A job under drill."""
+
+    folder: Path
+    """Its run folder."""
+
+    def status(self) -> dict[str, Any] | None:
+        """What the driver says; ``None`` while there is none."""
+        ...
+
+    def kill_driver(self) -> None:
+        """SIGKILL to the driver, and its command again."""
+        ...
+
+
+@dataclass
+class Record:
+    """One fault. Seconds from its injection, by the driver's clock; ``None``: it did not come to that."""
+
+    kind: str
+    node: str | None
+    step: int
+    recovered: bool = False
+    is_interruption: bool = True
+    """Training had to be interrupted."""
+    detected_s: float | None = None
+    suspended_s: float | None = None
+    diagnosed_s: float | None = None
+    replaced_s: float | None = None
+    restored_s: float | None = None
+    total_s: float | None = None
+    steps_lost: int = 0
+    named: Sequence[str] = ()
+    right_node_named: bool | None = None
+    healthy_evicted: Sequence[str] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A kind of fault. ``inject`` returns what undoes it once the job has recovered."""
+
+    inject: Callable[[Job, dict[str, Any], str], Callable[[], None]]
+    hits_node: bool = True
+    interrupts: bool = True
+
+
+def _nothing() -> None:
+    return None
+
+
+def _pid(status: Mapping[str, Any], node: str) -> int:
+    return status["nodes"][node]["processes"][0]["pid"]
+
+
+def _node_folder(job: Job, node: str) -> Path:
+    return job.folder / "cluster" / "nodes" / node
+
+
+def _executor(job: Job, node: str) -> int:
+    process = executor_process(_node_folder(job, node))
+    if process is None:
+        raise UsageError(f"{node} has no executor on this machine: a drill needs a local job")
+    return process.pid
+
+
+def _process_killed(job: Job, status: dict[str, Any], node: str) -> Callable[[], None]:
+    os.kill(_pid(status, node), signal.SIGKILL)
+    return _nothing
+
+
+def _process_halted(job: Job, status: dict[str, Any], node: str) -> Callable[[], None]:
+    os.kill(_pid(status, node), signal.SIGSTOP)
+    return _nothing
+
+
+def _executor_killed(job: Job, status: dict[str, Any], node: str) -> Callable[[], None]:
+    os.kill(_executor(job, node), signal.SIGKILL)
+    return _nothing
+
+
+def _executor_halted(job: Job, status: dict[str, Any], node: str) -> Callable[[], None]:
+    """Its beats stop while its training goes on: what a partition of the control network looks like."""
+    pid = _executor(job, node)
+    os.kill(pid, signal.SIGSTOP)
+
+    def undo() -> None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+    return undo
+
+
+def _beats_delayed(job: Job, status: dict[str, Any], node: str) -> Callable[[], None]:
+    pid = _executor(job, node)
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(2.0)
+    os.kill(pid, signal.SIGCONT)
+    return _nothing
+
+
+def _driver_killed(job: Job, status: dict[str, Any], node: str) -> Callable[[], None]:
+    job.kill_driver()
+    return _nothing
+
+
+def _node_down(job: Job, status: dict[str, Any], node: str) -> Callable[[], None]:
+    folder = _node_folder(job, node)
+    switch_off(folder)
+    return lambda: switch_on(folder)
+
+
+def _checkpoint_corrupt(job: Job, status: dict[str, Any], node: str) -> Callable[[], None]:
+    """Everything in memory is lost, and the newest checkpoint on the disk is rotten."""
+    steps = sorted((int(path.name) for path in (job.folder / "checkpoints").iterdir() if path.name.isdecimal()), reverse=True)
+    complete = [step for step in steps if (job.folder / "checkpoints" / str(step) / "manifest.json").is_file()]
+    if len(complete) > 1:
+        files = [path for path in (job.folder / "checkpoints" / str(complete[0])).rglob("*") if path.is_file() and "/d/" in str(path)]
+        largest = max(files, key=lambda path: path.stat().st_size)
+        with largest.open("r+b") as file:
+            file.seek(largest.stat().st_size // 2)
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte[0] ^ 0xFF]))
+    for keeper in _keepers(job):
+        with suppress(psutil.NoSuchProcess):
+            keeper.kill()
+    return _process_killed(job, status, node)
+
+
+def _keepers(job: Job) -> Iterator[psutil.Process]:
+    place = str(job.folder / "cluster" / "nodes")
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if any("keeper_process" in word for word in process.cmdline()) and any(place in word for word in process.cmdline()):
+                yield process
+
+
+KINDS: Mapping[str, Fault] = {
+    "process_killed": Fault(_process_killed),
+    "process_halted": Fault(_process_halted),
+    "executor_killed": Fault(_executor_killed),
+    "executor_halted": Fault(_executor_halted),
+    "beats_delayed": Fault(_beats_delayed, interrupts=False),
+    "driver_killed": Fault(_driver_killed, hits_node=False, interrupts=False),
+    "node_down": Fault(_node_down),
+    "checkpoint_corrupt": Fault(_checkpoint_corrupt),
+}
+
+
+def draw(faults: int, seed: int) -> list[tuple[str, int]]:
+    """A random scenario over all kinds: kind, and a number that chooses the node. Every kind comes before one comes again."""
+    random, drawn = Random(seed), []
+    while len(drawn) < faults:
+        kinds = list(KINDS)
+        random.shuffle(kinds)
+        drawn += [(kind, random.randrange(1 << 16)) for kind in kinds]
+    return drawn[:faults]
+
+
+@dataclass
+class Drill:
+    """Faults of a job one after the other, each once the one before is over."""
+
+    job: Job
+    say: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+    records: list[Record] = field(default_factory=list)
+
+    def run(self, kind: str, choice: int, pause_s: float) -> Record:
+        """Inject one fault once training has advanced for ``pause_s``, and wait until it goes on."""
+        if kind not in KINDS:
+            raise UsageError(f"no fault {kind!r}; there are {', '.join(KINDS)}")
+        fault = KINDS[kind]
+        status = self._steady(pause_s)
+        seats = [name for name in status["seats"] if status["nodes"][name]["processes"]]
+        node = seats[choice % len(seats)]
+        record = Record(kind, node if fault.hits_node else None, status["step"], is_interruption=fault.interrupts)
+        known, began_s, at = len(status["incidents"]), status["now_s"], self.clock()
+        undo = fault.inject(self.job, status, node)
+        try:
+            after = self._until_over(fault, known, status["step"])
+        finally:
+            undo()
+        if after is None:
+            record.note = f"not over after {RECOVER_LIMIT_S:.0f} s"
+        else:
+            self._note(record, after, known, began_s)
+            record.total_s = self.clock() - at if record.total_s is None else record.total_s
+        self.records.append(record)
+        self.say(_line(record))
+        return record
+
+    def _steady(self, pause_s: float) -> dict[str, Any]:
+        """The status once the job runs, has a checkpoint to spare, and has gone on for a while."""
+        limit, since, step = self.clock() + RECOVER_LIMIT_S, self.clock(), None
+        while self.clock() < limit:
+            status = self.job.status()
+            if status is None or status["phase"] != "running" or any(not status["nodes"][n]["processes"] for n in status["seats"]):
+                since, step = self.clock(), None
+            elif step is None:
+                since, step = self.clock(), status["step"]
+            elif status["step"] > step and self.clock() > since + pause_s:
+                return status
+            elif status["outcome"]:
+                break
+            time.sleep(POLL_S)
+        raise UsageError("the job does not run, so no fault can be injected; see `megascale job status`")
+
+    def _until_over(self, fault: Fault, known: int, step: int) -> dict[str, Any] | None:
+        limit, settled = self.clock() + RECOVER_LIMIT_S, 0
+        while self.clock() < limit:
+            status = self.job.status()
+            if status is not None and status["phase"] == "running":
+                incidents = status["incidents"][known:]
+                if incidents and all(incident["restored_s"] is not None for incident in incidents):
+                    return status
+                settled = settled + 1 if status["step"] > step + settled else settled
+                if not fault.interrupts and not incidents and settled >= 3:
+                    return status
+            time.sleep(POLL_S)
+        return None
+
+    def _note(self, record: Record, status: dict[str, Any], known: int, began_s: float) -> None:
+        incidents = status["incidents"][known:]
+        record.recovered = True
+        evicted = {name for incident in incidents for name in incident["evicted"]}
+        record.healthy_evicted = sorted(evicted)
+        if not incidents:
+            return
+        first, last = incidents[0], incidents[-1]
+        record.detected_s = first["began_s"] - began_s
+        marks = [last[name] for name in ("began_s", "suspended_s", "diagnosed_s", "replaced_s", "restored_s")]
+        spans = [None if one is None or other is None else other - one for one, other in zip(marks, marks[1:], strict=False)]
+        record.suspended_s, record.diagnosed_s, record.replaced_s, record.restored_s = spans
+        record.total_s = last["restored_s"] - began_s
+        record.steps_lost = max(0, first["step"] - (last["resumed_step"] or 0))
+        record.named = sorted({name for incident in incidents for name in incident["named"]})
+        record.right_node_named = None if record.node is None else list(record.named) == [record.node]
+
+
+def summary(records: Sequence[Record]) -> dict[str, Any]:
+    """What a table needs: counts, and the mean of each part of the recoveries, seconds."""
+    named = [record for record in records if record.right_node_named is not None]
+    broken = [record for record in records if record.recovered and record.detected_s is not None]
+
+    def mean(name: str) -> float | None:
+        values = [value for record in broken if (value := getattr(record, name)) is not None]
+        return sum(values) / len(values) if values else None
+
+    return {
+        "injected": len(records),
+        "recovered": sum(record.recovered for record in records),
+        "right_node_named": sum(bool(record.right_node_named) for record in named),
+        "nodes_to_name": len(named),
+        "healthy_evicted": sum(len(record.healthy_evicted) for record in records),
+        "mttr_s": {
+            "detect": mean("detected_s"),
+            "suspend": mean("suspended_s"),
+            "diagnose": mean("diagnosed_s"),
+            "replace": mean("replaced_s"),
+            "restore": mean("restored_s"),
+            "total": mean("total_s"),
+        },
+        "faults": [asdict(record) for record in records],
+    }
+
+
+def losses(run: Path) -> dict[int, float | None]:
+    """The loss of each step, as `metrics.jsonl` has it."""
+    found: dict[int, float | None] = {}
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        with suppress(ValueError):
+            record = json.loads(line)
+            if record.get("kind") == "train":
+                found[record["step"]] = record.get("loss")
+    return found
+
+
+def _line(record: Record) -> str:
+    where = f" on {record.node}" if record.node else ""
+    if not record.recovered:
+        return f"{record.kind}{where} at step {record.step}: NOT recovered; {record.note}"
+    if record.detected_s is None:
+        return f"{record.kind}{where} at step {record.step}: training went on"
+    verdict = {True: "right node named", False: f"WRONG: named {', '.join(record.named) or 'none'}", None: ""}[record.right_node_named]
+    return (
+        f"{record.kind}{where} at step {record.step}: detected in {record.detected_s:.1f} s, training after {record.total_s:.1f} s, "
+        f"{record.steps_lost} step(s) again; {verdict}"
+    )
