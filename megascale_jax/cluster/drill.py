@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol
@@ -258,7 +259,7 @@ class Drill:
         first, last = incidents[0], incidents[-1]
         record.detected_s = first["began_s"] - began_s
         marks = [last[name] for name in ("began_s", "suspended_s", "diagnosed_s", "replaced_s", "restored_s")]
-        spans = [None if one is None or other is None else other - one for one, other in zip(marks, marks[1:], strict=False)]
+        spans = [None if one is None or other is None else other - one for one, other in pairwise(marks)]
         record.suspended_s, record.diagnosed_s, record.replaced_s, record.restored_s = spans
         record.total_s = last["restored_s"] - began_s
         record.steps_lost = max(0, first["step"] - (last["resumed_step"] or 0))
