@@ -1,4 +1,4 @@
-"""Watching a run must not start JAX: these modules are read on machines without a device, and by `compare`."""
+"""Watching a run or diagnosing a node must not start JAX: these modules are read on machines without a device, and by `compare`."""
 
 import subprocess
 import sys
@@ -8,6 +8,7 @@ def test_jax_is_not_loaded_when_runs_are_watched_or_compared() -> None:
     names = (
         "observe.marks", "observe.metrics", "observe.progress", "observe.report", "observe.summary", "observe.throughput",
         "views.compare", "views.loss", "views.overlay", "cli.compare",
+        "cluster.diagnose.fleet", "cluster.diagnose.meeting", "cluster.diagnose.report", "cluster.diagnose.run", "cli.diagnose",
     )  # fmt: skip
     code = (
         "import sys\n"
