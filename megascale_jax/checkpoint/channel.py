@@ -28,6 +28,9 @@ class Channel:
 
     def __init__(self, connection: socket.socket, limit_s: float):
         connection.settimeout(limit_s)
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            # a message leaves in two pieces, and the second would wait for the receipt of the first
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
 
     def __enter__(self) -> Self:
