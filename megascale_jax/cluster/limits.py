@@ -5,7 +5,7 @@
 ``compile`` has the largest floor and a factor of its own: it is the only section whose length may rightly change by an order of
 magnitude, with a change of the program or a cold cache. The first passes of ``step`` in a process teach nothing, since they may
 compile too (`observe.marks.UNTAUGHT_PASSES`). Until there is something to go by they are measured against the compile passes
-seen, each of which holds a whole step as well. Limits only grow; a pass that is not complete teaches nothing, so a hang never does.
+seen, each of which holds a whole step as well. Limits only grow; a pass that is not complete teaches nothing.
 """
 
 import json
@@ -52,7 +52,10 @@ class Limits:
         self.learn(longest_s or {})
 
     def learn(self, longest_s: Mapping[str, float]) -> None:
-        """Take in the longest completed passes of one process (`ProcessReport.longest_s`), in any order and any number of times."""
+        """Take in the longest completed passes of one process (`ProcessReport.longest_s`), in any order and any number of times.
+
+        Only of an attempt that nobody has told to stop: a pass that a hang held up is completed when its process is let go on to end.
+        """
         for section, seconds in longest_s.items():
             if section in SECTIONS and 0 <= seconds < math.inf:
                 self._longest_s[section] = max(seconds, self._longest_s.get(section, 0.0))

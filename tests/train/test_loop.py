@@ -9,6 +9,7 @@ import pytest
 from megascale_jax.checkpoint.manifest import published_steps
 from megascale_jax.config.schema import CheckpointConfig, EvaluationConfig, LoggingConfig
 from megascale_jax.errors import CheckpointError, RunFolderError
+from megascale_jax.observe.marks import Marks, read_marks
 from megascale_jax.observe.metrics import read_metrics
 from megascale_jax.train.folder import RunFolder
 from megascale_jax.train.loop import Trainer
@@ -124,6 +125,23 @@ def test_run_that_was_removed_leaves_nothing_to_resume_from(prepared, tmp_path):
         run(tiny(), prepared, path, StopAt(hook=lambda count: 1 // (7 - count)))
     shutil.rmtree(path)
     assert run(tiny(steps=1), prepared, path).summary.resumed_from is None
+
+
+def test_marks_show_the_way_of_a_run_and_of_its_continuation(prepared, tmp_path):
+    path, marks = tmp_path / "run", tmp_path / "marks"
+    seen = []
+    first = run(tiny(), prepared, path, StopAt(7, hook=lambda _: seen.append(read_marks(marks))), marks=Marks(marks))
+    reading = read_marks(marks)
+    assert [(seen[0].section, seen[0].step), (seen[3].section, seen[3].step)] == [("compile", 0), ("step", 2)]
+    assert (reading.section, reading.step, reading.saved_step, reading.durable_step) == ("end", first.step, first.step, first.step)
+    assert reading.loss == losses(path)[-1][1] and reading.step_s > 0
+    saves = len(published_steps(path / "checkpoints"))
+    counts = {"start": 1, "restore": 1, "data": first.step, "step": first.step - 1, "checkpoint": saves}
+    assert reading.passes == counts | {"compile": 2}, "the first step and the first held-out batch"
+    assert set(reading.longest_s) == set(reading.passes)
+    run(tiny(), prepared, path, StopAt(1, hook=lambda _: seen.append(read_marks(marks))), marks=Marks(marks))
+    assert (seen[-1].section, seen[-1].step, seen[-1].saved_step) == ("compile", first.step, first.step), "it came from memory"
+    assert read_marks(marks).durable_step == STEPS
 
 
 def test_run_goes_on_when_steps_are_raised_after_the_end(prepared, tmp_path):
