@@ -134,7 +134,7 @@ def test_marks_show_the_way_of_a_run_and_of_its_continuation(prepared, tmp_path)
     reading = read_marks(marks)
     assert [(seen[0].section, seen[0].step), (seen[3].section, seen[3].step)] == [("compile", 0), ("step", 2)]
     assert (reading.section, reading.step, reading.saved_step, reading.durable_step) == ("end", first.step, first.step, first.step)
-    assert reading.loss == losses(path)[-1][1] and reading.step_s > 0
+    assert reading.loss == losses(path)[-1][1] and reading.step_s
     saves = len(published_steps(path / "checkpoints"))
     counts = {"start": 1, "restore": 1, "data": first.step, "step": first.step - 1, "checkpoint": saves}
     assert reading.passes == counts | {"compile": 2}, "the first step and the first held-out batch"
