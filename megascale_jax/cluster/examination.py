@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import ValidationError
 
-from megascale_jax.cluster.diagnose.checks import GROUPS, PAIR, Outcome, alone
+from megascale_jax.cluster.diagnose.checks import CHECKS, GROUPS, PAIR, Outcome, alone
 from megascale_jax.cluster.diagnose.fleet import judge_all, no_answer, plan_round
 from megascale_jax.cluster.diagnose.nic import Baseline
 from megascale_jax.cluster.diagnose.request import Node, PairTask
@@ -29,6 +29,8 @@ class Examination:
         """``limit_s``: of the whole, for the probes; that it ends is the driver's to see."""
         self._attempt, self._nodes, self._baseline, self._limit_s = attempt, dict(nodes), baseline, limit_s
         self._is_full = not incident.named
+        self._share_machines = len({node.address for node in nodes.values()}) < len(nodes)
+        """Then each of them slows the others down, and no rate says anything about one of them."""
         self._outcomes: dict[str, list[Outcome]] = {name: [] for name in nodes}
         self._round = attempt * _ROUNDS
         self._tasks: dict[str, PairTask] = {}
@@ -69,8 +71,11 @@ class Examination:
             return None
         verdict = judge_all(self._nodes, self._outcomes, self._baseline)
         bad: dict[str, str] = {}
+        suspects = [*verdict.suspects]
         for finding in verdict.bad:
-            if finding.node:
+            if self._share_machines and CHECKS[finding.check].group in ("compute", "network") and finding.fault != "corruption":
+                suspects.append(finding)
+            elif finding.node:
                 bad[finding.node] = "; ".join(filter(None, (bad.get(finding.node), f"{finding.check}: {finding.reason}")))
-        findings = {finding.node: f"suspect: {finding.check}: {finding.reason}" for finding in verdict.suspects}
+        findings = {finding.node: f"suspect: {finding.check}: {finding.reason}" for finding in suspects if finding.node not in bad}
         return Diagnosed(at_s=now_s, attempt=self._attempt, bad=bad, findings=findings)
