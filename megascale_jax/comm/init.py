@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 
+from megascale_jax.comm.compile_cache import keep_compiled
 from megascale_jax.comm.flags import prepare_process
 from megascale_jax.comm.processes import Processes
 from megascale_jax.config.schema import SystemConfig
@@ -19,8 +20,6 @@ START_TIMEOUT_S = 120
 CPU_THREADS_PER_DEVICE = 8
 """More than the collectives that one device may wait in at a time."""
 CPU_COLLECTIVE_TIMEOUT_S = 300
-CACHED_COMPILE_S = 0.1
-"""Programs that took longer to compile than this are kept for the next start."""
 CACHE = "MEGASCALE_CACHE"
 
 
@@ -61,8 +60,7 @@ def start(system: SystemConfig, num_devices: int, processes: Processes) -> None:
         _prepare_cpu(num_devices // processes.count)
     # The run handles SIGTERM itself: it finishes the step and saves.
     jax.config.update("jax_enable_preemption_service", False)
-    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", CACHED_COMPILE_S)
+    keep_compiled(cache_folder() / "xla", every_rank=platform == "cpu" and processes.count > 1)
     if processes.count > 1:
         try:
             jax.distributed.initialize(
