@@ -73,7 +73,12 @@ class Examination:
         bad: dict[str, str] = {}
         suspects = [*verdict.suspects]
         for finding in verdict.bad:
-            if self._share_machines and finding.check in CHECKS and CHECKS[finding.check].group in ("compute", "network") and finding.fault != "corruption":
+            if (
+                self._share_machines
+                and finding.check in CHECKS
+                and CHECKS[finding.check].group in ("compute", "network")
+                and finding.fault != "corruption"
+            ):
                 suspects.append(finding)
             elif finding.node:
                 bad[finding.node] = "; ".join(filter(None, (bad.get(finding.node), f"{finding.check}: {finding.reason}")))

@@ -21,6 +21,10 @@ LOOK_S = 0.1
 """Time between two looks at the processes; a change is reported at once."""
 ORPHAN_S = 900.0
 LEAVE_GRACE_S = 30.0
+WARM_AFTER_STEPS = 3
+"""Steps of an attempt after which the process of the next one is prepared."""
+SETTLED_S = 5.0
+"""Time without a process after which a spare prepares one."""
 
 _logger = logging.getLogger(__name__)
 
@@ -66,6 +70,8 @@ class Executor:
         self._diagnosis: Diagnosis | None = None
         self._said: object = None
         self._beat_at = 0.0
+        self._reports: tuple[ProcessReport, ...] = ()
+        self._changed_at = time.monotonic()
         self._heard_at = time.monotonic()
 
     def received(self, message: Message) -> None:
@@ -100,6 +106,7 @@ class Executor:
                 self._examining.cancel()
             if self._stopping is not None:
                 await self._stopping
+            self._processes.cool_down()
             await self._stop(0.0 if self._is_let_go else LEAVE_GRACE_S)
             self._report(always=True)
 
@@ -123,14 +130,22 @@ class Executor:
             self.leaving = True
         elif assignment is not None and assignment.attempt > self._attempt and self._stopping is None:
             self._start(assignment)
+        elif wanted.warm and self._stopping is None and self._is_settled():
+            self._processes.warm_up(self._environment)
         order = wanted.diagnosis
         if order is not None and (self._diagnosis is None or self._diagnosis.round != order.round) and self._examining is None:
             self._examining = asyncio.create_task(self._examine_for(order))
 
+    def _is_settled(self) -> bool:
+        """Nothing is started or ended here for a while: the next process may be prepared without being in anybody's way."""
+        if not self._has_processes:
+            return self._examining is None and time.monotonic() > self._changed_at + SETTLED_S
+        return bool(self._reports) and all(report.passes.get("step", 0) > WARM_AFTER_STEPS for report in self._reports)
+
     async def _stop(self, grace_s: float) -> None:
         try:
             await asyncio.to_thread(self._processes.stop, grace_s)
-            self._has_processes = False
+            self._has_processes, self._changed_at = False, time.monotonic()
         except StuckProcessError as error:  # the driver gives this node up when its time is over
             _logger.error("%s", error)
         finally:
@@ -170,5 +185,5 @@ class Executor:
         if not always and now < self._beat_at + period_s and shape == self._said:
             return
         self._said, self._beat_at = shape, now
-        reports: tuple[ProcessReport, ...] = self._processes.poll()
+        reports = self._reports = self._processes.poll()
         self._link.send(Beat(attempt=self._attempt, is_idle=not self._has_processes, processes=reports, counters=self._counters()))

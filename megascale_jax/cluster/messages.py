@@ -90,6 +90,7 @@ class Desired(Message):
     assignment: Assignment | None = None
     stop_grace_s: float = Field(default=0.0, description="time between SIGTERM and SIGKILL for processes that are not wanted")
     diagnosis: DiagnosisOrder | None = None
+    warm: bool = Field(default=False, description="keep a process with its imports done for the next attempt")
     leave: bool = Field(default=False, description="the run is over for this node")
 
 

@@ -108,7 +108,7 @@ def desired(state: State, name: str, config: ClusterConfig) -> Desired:
             overrides=state.shapes[state.shape].overrides,
         )
     leaves = state.phase in ENDS or node.status == NodeStatus.EVICTED
-    return Desired(beat_s=config.beat_s, assignment=assignment, stop_grace_s=grace_s, leave=leaves)
+    return Desired(beat_s=config.beat_s, assignment=assignment, stop_grace_s=grace_s, warm=config.warm and not leaves, leave=leaves)
 
 
 def cause_nodes(suspicions: tuple[Suspicion, ...]) -> tuple[str, ...]:

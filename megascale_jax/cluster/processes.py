@@ -20,10 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import psutil
 
-from megascale_jax.cluster import die_with_parent
+from megascale_jax.cluster import die_with_parent, warm
 from megascale_jax.cluster.keywords import only_consequences
 from megascale_jax.cluster.log_reader import LogReader
 from megascale_jax.cluster.reports import ProcessReport, State
@@ -53,6 +54,7 @@ class TrainingProcesses:
 
     def __init__(self, kept_attempts: int = KEPT_ATTEMPTS):
         self._kept_attempts = kept_attempts
+        self._warm: subprocess.Popen[bytes] | None = None
         self._children: tuple[_Child, ...] = ()
         self._changing = threading.Lock()
         # The kernel ends them with the thread that started them, so that must be one that stays.
@@ -72,12 +74,27 @@ class TrainingProcesses:
             self._forget_old(folder)
             try:
                 for launch in launches:
-                    child = self._starter.submit(_Child, launch, attempt, logs).result()
+                    warm, self._warm = self._warm, None
+                    child = self._starter.submit(_Child, launch, attempt, logs, warm).result()
                     self._children = (*self._children, child)
             except BaseException:
                 self._stop(0.0)
                 self._children = ()
                 raise
+
+    def warm_up(self, environment: Mapping[str, str]) -> None:
+        """Have a process wait whose imports are done, for the next attempt (`warm.py`). Costs nothing when there is one."""
+        if self._warm is not None and self._warm.poll() is None:
+            return
+        with self._changing:
+            self._warm = self._starter.submit(_start_warm, environment).result()
+
+    def cool_down(self) -> None:
+        """End the process that waits, if there is one."""
+        if self._warm is not None:
+            self._warm.kill()
+            self._warm.wait(KILL_LIMIT_S)
+            self._warm = None
 
     def poll(self) -> tuple[ProcessReport, ...]:
         """What each process of the newest attempt does; those that have ended stay until the next start."""
@@ -123,21 +140,15 @@ class TrainingProcesses:
 class _Child:
     """One training process. The numbers of one that has ended are the last that were seen."""
 
-    def __init__(self, launch: Launch, attempt: int, logs: Path):
+    def __init__(self, launch: Launch, attempt: int, logs: Path, waiting: subprocess.Popen[bytes] | None = None):
         self._rank, self._attempt = launch.rank, attempt
         self._marks = logs / f"rank-{launch.rank}.marks"
         self._marks.unlink(missing_ok=True)
         path = logs / f"rank-{launch.rank}.log"
         with path.open("ab") as log:
             self._log = LogReader(path)
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), *launch.command],
-                env={**launch.environment, MARKS: str(self._marks), ATTEMPT: str(attempt)},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            environment = {**launch.environment, MARKS: str(self._marks), ATTEMPT: str(attempt)}
+            self._process = _become(waiting, launch.command, environment, path) or _spawn(launch.command, environment, log)
         self.pid = self._process.pid
         self._seen = psutil.Process(self.pid)
         self._started_ns = time.monotonic_ns()
@@ -211,6 +222,40 @@ class _Child:
                 self._end = (result.si_status, None) if result.si_code == os.CLD_EXITED else (None, result.si_status)
                 self._ended_ns = time.monotonic_ns()
         return self._end is not None
+
+
+def _spawn(
+    command: Sequence[str], environment: Mapping[str, str], log: IO[bytes], stdin: int = subprocess.DEVNULL
+) -> subprocess.Popen[bytes]:
+    """The leader of a new session, which dies with this process."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), *command],
+        env=dict(environment),
+        stdin=stdin,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def _start_warm(environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    with open(os.devnull, "ab") as nowhere:  # noqa: PTH123
+        return _spawn((sys.executable, "-m", warm.__name__), environment, nowhere, stdin=subprocess.PIPE)
+
+
+def _become(
+    waiting: subprocess.Popen[bytes] | None, command: tuple[str, ...], environment: dict[str, str], log: Path
+) -> subprocess.Popen[bytes] | None:
+    """The process that waits, told to be this command; ``None`` when it cannot be, and another one must be started."""
+    if waiting is None:
+        return None
+    if waiting.poll() is None and command[:1] == (sys.executable,) and command[1:3] == warm.COMMAND and waiting.stdin is not None:
+        with suppress(OSError):
+            warm.request(waiting.stdin, command[3:], environment, str(log))
+            return waiting
+    waiting.kill()
+    waiting.wait(KILL_LIMIT_S)
+    return None
 
 
 def _members(leaders: Collection[int]) -> list[int]:

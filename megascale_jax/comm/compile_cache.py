@@ -1,7 +1,7 @@
 """Compiled programs that outlive a process: JAX's persistent cache, also for the ranks that JAX leaves out.
 
-JAX writes the cache from process 0 alone, since on GPUs all processes have one key for a program. On CPUs the key holds a fingerprint of the
-process's own devices, so every other rank would compile anew at each start: 20 s of the 30 s that four ranks need to be back.
+JAX writes the cache from process 0 alone, since on GPUs all processes have one key for a program. On CPUs the key holds a fingerprint
+of the process's own devices, so every other rank would compile anew at each start: 20 s of the 30 s that four ranks need to be back.
 There is no setting for that, so this module, and no other, replaces a private function of JAX.
 """
 
