@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megascale_jax.cli.job import ask_driver, wide_console
 from megascale_jax.errors import MegascaleError, UsageError
 
 END_S = 60.0
@@ -32,8 +33,6 @@ class DrivenJob:
 
     def status(self) -> dict[str, Any] | None:
         """What the driver says; ``None`` while there is none."""
-        from megascale_jax.cli.job import ask_driver
-
         if self._driver is not None and (code := self._driver.poll()) is not None:
             raise UsageError(f"the driver ended with code {code}; its words are in {self._log}")
         try:
@@ -66,7 +65,7 @@ def drill(
     experiment: Annotated[str, typer.Option(help="what the job trains")] = "quickstart",
     nodes: Annotated[int, typer.Option(min=2, help="nodes of the job")] = 4,
     spares: Annotated[int, typer.Option(min=1, help="spares of the job")] = 2,
-    pause_s: Annotated[float, typer.Option(min=0, help="seconds of training before each fault")] = 5.0,
+    pause_s: Annotated[float, typer.Option(min=0, help="seconds of training before each fault")] = 10.0,
     run_folder: Annotated[Path | None, typer.Option(help="where the job lives; default a temporary folder", show_default=False)] = None,
     reference: Annotated[
         bool, typer.Option(help="afterwards run the same steps without faults and compare every loss, bit for bit")
@@ -83,7 +82,7 @@ def drill(
 
     check_json_path(json)
     chosen = _scenario(scenario, KINDS) if scenario is not None else draw(faults, seed)
-    console = Console(soft_wrap=True)
+    console = wide_console()
 
     def say(text: str) -> None:
         console.print(Text(f"{time.strftime('%H:%M:%S')} {text}"))

@@ -97,8 +97,14 @@ def ask_driver(run: Path, token: Path | None, action: str, **values: Any) -> "An
     return answer
 
 
-def _show(found: dict[str, Any]) -> None:
+def wide_console() -> Console:
+    """A console whose tables are not squeezed where there is no terminal."""
     console = Console(soft_wrap=True)
+    return console if console.is_terminal else Console(soft_wrap=True, width=160)
+
+
+def _show(found: dict[str, Any]) -> None:
+    console = wide_console()
     console.print(Text(f"{found['phase']}, attempt {found['attempt']}, step {found['step']} of {found['steps']}  {found['outcome']}"))
     table = Table("rank", "node", "status", "step", "in section", "process", title_justify="left")
     ranks = {name: str(rank) for rank, name in enumerate(found["seats"])}

@@ -21,7 +21,7 @@ LOOK_S = 0.1
 """Time between two looks at the processes; a change is reported at once."""
 ORPHAN_S = 900.0
 LEAVE_GRACE_S = 30.0
-WARM_AFTER_STEPS = 3
+WARM_AFTER_STEPS = 1
 """Steps of an attempt after which the process of the next one is prepared."""
 SETTLED_S = 5.0
 """Time without a process after which a spare prepares one."""

@@ -48,6 +48,11 @@ class Driven:
         return status
 
 
+def has_beats(status: dict[str, Any]) -> bool:
+    """Whether every node that trains has been heard of."""
+    return all(node["processes"] for node in status["nodes"].values() if node["status"] == "assigned")
+
+
 def test_a_driven_run_heals_and_its_driver_may_die(tmp_path) -> None:
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("".join(f"line {number} of a small corpus, {number * number} words\n" for number in range(400)))
@@ -66,8 +71,8 @@ def test_a_driven_run_heals_and_its_driver_may_die(tmp_path) -> None:
         driven.driver.kill()
         driven.driver.wait()
         driven.start()
-        driven.until(lambda status: all(node["processes"] for node in status["nodes"].values() if node["status"] == "assigned"))
-        status = driven.until(lambda status: status["phase"] == "running")
+        driven.until(lambda status: status["phase"] == "running" and has_beats(status))
+        status = driven.status()
         assert {name: [process["pid"] for process in node["processes"]] for name, node in status["nodes"].items()} == pids, "adopted"
         assert driven.driver.wait(LIMIT_S) == 0
     finally:
