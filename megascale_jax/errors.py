@@ -11,6 +11,7 @@
     +-- LinkError             a driver that cannot be reached, refuses, or does not answer; an OSError too; exit code 2
     +-- CompileError          the compiler for absent GPUs gave up; exit code 1
     +-- StuckProcessError     a training process that cannot be killed
+    +-- BackendError          whatever runs nodes refused or failed
 
 Catch as wide as needed. A message says what was got, what was expected, and what to do about it.
 """
@@ -58,3 +59,7 @@ class CompileError(MegascaleError):
 
 class StuckProcessError(MegascaleError):
     """A process is still there after SIGKILL: it hangs in the kernel, and its node with it."""
+
+
+class BackendError(MegascaleError):
+    """Whatever runs nodes refused a request, or failed at it; the driver asks again."""

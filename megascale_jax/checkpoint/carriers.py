@@ -11,10 +11,11 @@ in which slots were filled.
 """
 
 import contextlib
+import os
 import queue
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -49,7 +50,17 @@ class Carriers:
     def start(self) -> None:
         """Begin to work."""
         for work in (self._copy, self._write, self._publish, self._upload):
-            threading.Thread(target=work, daemon=True).start()
+            threading.Thread(target=self._in_idle_class, args=(work,), daemon=True).start()
+
+    @staticmethod
+    def _in_idle_class(work: Callable[[], None]) -> None:
+        """The kernel's idle class: such a thread, and those it starts, leaves a core at once when a step's thread wakes up.
+
+        The keeper's other threads are not in it, since training waits for their answers.
+        """
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        work()
 
     def take(self, job: Job) -> None:
         """A slot is complete: carry it on."""

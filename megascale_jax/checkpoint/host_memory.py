@@ -182,8 +182,7 @@ class HostMemory:
         return Report(self._fingerprint, keeper, (address, port), own, copies)
 
     def _name_peer(self) -> None:
-        if self._peer is not None:
-            self._keeper.ask("peers", secret=self._secret, peer=self._peer)
+        self._keeper.ask("peers", secret=self._secret, peer=self._peer)
 
     def _fetch(self, number: int, place: Place, state: MemoryState) -> None:
         host, port = place

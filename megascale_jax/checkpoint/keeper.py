@@ -166,8 +166,9 @@ class Keeper:
     def _meet_peers(self, request: Request) -> dict[str, Any]:
         """Learn the run's secret and open the door to other keepers; then, who gets our copies."""
         port = self.peers.open(request.message["secret"])
-        if request.message.get("peer") is not None:
-            self.carriers.peer = (*request.message["peer"], request.message["secret"])
+        if "peer" in request.message:  # none at all: the run has one host now
+            peer = request.message["peer"]
+            self.carriers.peer = None if peer is None else (*peer, request.message["secret"])
         return {"port": port}
 
     def _fetch(self, request: Request) -> dict[str, Any]:

@@ -18,13 +18,8 @@ from megascale_jax.errors import UsageError
 
 
 def lowest_priority() -> None:
-    """Give way to everything else on this host, on the CPU and, where the kernel lets us, on the disk.
-
-    The idle class beside the lowest niceness: its threads leave a core at once when a step's thread wakes up.
-    """
+    """Give way to everything else on this host, on the CPU and, where the kernel lets us, on the disk."""
     os.nice(19)
-    with contextlib.suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     with contextlib.suppress(OSError):
         psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
 

@@ -172,8 +172,13 @@ def discard(storage: Storage, index: SlotIndex, reason: str) -> None:
 
 
 def tidy(storage: Storage, target: Target, manifest: Manifest) -> None:
-    """Once published: remove the reports, what earlier starts left of the same step, and what retention lets go. Raises OSError."""
+    """Once published: remove the reports, what earlier starts left of the same step, and what retention lets go. Raises OSError.
+
+    Comes late after an upload: a later start may have published the same step meanwhile, and then its data is not ours to remove.
+    """
     storage.delete_folder(f"{manifest.data}.parts")
+    if read_manifest(storage, manifest.step).launch != manifest.launch:
+        return
     inside = {key.split("/")[1] for key in storage.names(f"{manifest.step}/") if key.count("/") > 1}
     for name in inside - {manifest.launch}:
         delete(storage, Deletion(f"{manifest.step}/{name}", "left by an earlier start of the run"), by=f"publication of {manifest.data}")

@@ -28,7 +28,10 @@ def waiting(storage: Storage) -> list[int]:
 def _uploaded_launch(storage: Storage, step: int) -> str | None:
     """Which start's checkpoint of this step was uploaded: an earlier one's says nothing about what replaced it."""
     content = storage.read(f"{step}/{UPLOADED}")
-    return json.loads(content).get("launch") if content is not None else None
+    try:
+        return str(json.loads(content)["launch"]) if content is not None else None
+    except (ValueError, KeyError, TypeError):  # damaged: uploading again is safe
+        return None
 
 
 def upload(storage: Storage, step: int, url: str) -> int:

@@ -14,13 +14,15 @@ from rich.table import Table
 from rich.text import Text
 
 from megascale_jax.cli.job import ask_driver, wide_console
+from megascale_jax.cluster.backends.local import NODES_FOLDER, end_executors
+from megascale_jax.config.cluster import JOB_FOLDER
 from megascale_jax.errors import MegascaleError, UsageError
 
 END_S = 60.0
 
 
 class DrivenJob:
-    """A local job that this drill may break: one of its own, or one that runs already."""
+    """A local job of the drill's own."""
 
     def __init__(self, folder: Path, command: list[str], log: Path):
         self.folder, self._command, self._log = folder, command, log
@@ -29,7 +31,9 @@ class DrivenJob:
     def start(self) -> None:
         """Start the driver, as a user would."""
         with self._log.open("ab") as log:
-            self._driver = subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+            self._driver = subprocess.Popen(
+                self._command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+            )
 
     def status(self) -> dict[str, Any] | None:
         """What the driver says; ``None`` while there is none."""
@@ -56,6 +60,7 @@ class DrivenJob:
             self._driver.wait(END_S)
         except subprocess.TimeoutExpired:
             self._driver.kill()
+            end_executors(self.folder / JOB_FOLDER / NODES_FOLDER)
 
 
 def drill(
@@ -98,20 +103,29 @@ def drill(
         job.start()
         say(f"{len(chosen)} faults for {experiment} on {nodes} nodes and {spares} spares; the driver's words: {log}")
         run = Drill(job, say)
+        broken = ""
         try:
             for kind, choice in chosen:
                 run.run(kind, choice, pause_s)
+        except MegascaleError as error:  # what was seen before counts all the same
+            broken = str(error)
+            say(f"the drill ends here: {broken}")
         finally:
             job.end()
-        found = summary(run.records)
-        if reference:
+        found = summary(run.records) | {"ended_early": broken}
+        if reference and not broken:
             found["loss_bit_equal"], found["steps_compared"] = _compared(
                 losses(place), command, nodes, place.parent / "reference", log, say, losses
             )
         _show(console, found)
         if json is not None:
             write_json(json, found)
-    good = found["recovered"] == found["injected"] and found["right_node_named"] == found["nodes_to_name"] and not found["healthy_evicted"]
+    good = (
+        not broken
+        and found["recovered"] == found["injected"]
+        and found["right_node_named"] == found["nodes_to_name"]
+        and not found["healthy_evicted"]
+    )
     if not (good and found.get("loss_bit_equal", True)):
         raise typer.Exit(1)
 

@@ -3,9 +3,10 @@
 import asyncio
 import sys
 import time
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -15,7 +16,8 @@ from megascale_jax.cluster.lifecycle import ENDS, Phase
 from megascale_jax.config.load import load_experiment
 from megascale_jax.errors import ConfigError
 
-CLUSTER = "cluster"
+if TYPE_CHECKING:
+    from megascale_jax.cluster.state import State
 
 
 class BackendName(StrEnum):
@@ -46,14 +48,16 @@ def drive(
     2: the request cannot be carried out.
     """
     from megascale_jax.cluster.anomaly import Watcher
-    from megascale_jax.cluster.backends.local import LocalBackend, local_command
+    from megascale_jax.cluster.backends.local import NODES_FOLDER, LocalBackend, local_command
     from megascale_jax.cluster.driver import Driver, status_of
     from megascale_jax.cluster.driver_process import drive as drive_job
-    from megascale_jax.cluster.job import NODES_FOLDER, job_folder, open_journal, port_of, secure
+    from megascale_jax.cluster.driver_process import held
+    from megascale_jax.cluster.job import check_command, job_folder, open_journal, port_of, secure
     from megascale_jax.cluster.journal import JournalClock
     from megascale_jax.cluster.limits import Limits
     from megascale_jax.cluster.link.operators import Rule
     from megascale_jax.cluster.link.security import Security
+    from megascale_jax.cluster.messages import Desired
     from megascale_jax.cluster.seats import shapes_of
     from megascale_jax.config.layout import MeshShape
     from megascale_jax.observe.report import check_json_path, write_json
@@ -67,59 +71,46 @@ def drive(
         raise ConfigError(f"a mesh of {mesh} devices does not divide over {nodes} nodes; give a divisor with --nodes, or another mesh")
     folder = RunFolder((run_folder or Path("runs") / resolved.name).absolute())
     console = Console()
-    if fresh:
-        folder.clear(resolved)
-    folder.check(resolved)
-    if folder.finished(resolved):
-        console.print(f"{folder.path} has all its steps; extend it with train.steps=N, or start anew with --fresh")
-        return
-    place = job_folder(folder.path)
-    names = tuple(f"node-{number}" for number in range(nodes + spares))
-    shapes = shapes_of(
-        nodes,
-        parallel.data,
-        mesh,
-        resolved.train.global_batch_size,
-        parallel.micro_batch_size,
-        parallel.pipe,
-        shrink=config.shrink,
-    )
-    command = [sys.executable, "-m", "megascale_jax.cli.main", "train", experiment, *(overrides or []), "--run-folder", str(folder.path)]
 
     def say(text: str) -> None:
         console.print(Text(f"{time.strftime('%H:%M:%S')} {text}"), soft_wrap=True)
 
-    with open_journal(place, shapes, config) as journal:
-        security = secure(place, names)
-        listen = ("127.0.0.1", port_of(journal, port))
-        last_s = max((event.at_s for event in journal.events()), default=0.0)
-        watcher = Watcher(config, Limits.of(config, journal.fact("limits")))
-        driver = asyncio.run(
-            drive_job(
-                place,
-                Security.load(security, role="driver"),
-                listen,
-                lambda send: Driver(
-                    journal,
-                    config,
-                    shapes,
-                    names,
-                    resolved.train.steps,
-                    LocalBackend(place / NODES_FOLDER, local_command(listen, security, command)),
-                    watcher,
-                    JournalClock(last_s),
-                    send,
-                    say,
-                ),
-                Rule() if config.two_persons else Rule(frozenset()),
-                say,
-            )
-        )
-        state = driver.state
-        if json is not None:
-            write_json(json, status_of(driver))
+    place = job_folder(folder.path)
+    names = tuple(f"node-{number}" for number in range(nodes + spares))
+    rows, micro_batch_size = resolved.train.global_batch_size, parallel.micro_batch_size
+    shapes = shapes_of(nodes, parallel.data, mesh, rows, micro_batch_size, parallel.pipe, shrink=config.shrink)
+    command = [sys.executable, "-m", "megascale_jax.cli.main", "train", experiment, *(overrides or []), "--run-folder", str(folder.path)]
+    folder.check_clear() if fresh else folder.check(resolved)
+    with held(folder.path):
+        if fresh:
+            with folder.taken(resolved, fresh=True):
+                pass
+        with open_journal(place, shapes, config) as journal:
+            if folder.finished(resolved) and not any(True for _ in journal.events()):
+                console.print(f"{folder.path} has all its steps; extend it with train.steps=N, or start anew with --fresh")
+                return
+            check_command(journal, command)
+            security = secure(place, names)
+            listen = ("127.0.0.1", port_of(journal, port))
+            machines = LocalBackend(place / NODES_FOLDER, local_command(listen, security, command))
+            watcher = Watcher(config, Limits.of(config, journal.fact("limits")))
+            clock = JournalClock(max((event.at_s for event in journal.events()), default=0.0))
+
+            def make(send: Callable[[str, Desired], None]) -> Driver:
+                return Driver(journal, config, shapes, names, resolved.train.steps, machines, watcher, clock, send, say)
+
+            rule = Rule() if config.two_persons else Rule(frozenset())
+            driver = asyncio.run(drive_job(place, Security.load(security, role="driver"), listen, make, rule, say))
+            if json is not None:
+                write_json(json, status_of(driver))
+    _end(driver.state, say)
+
+
+def _end(state: "State", say: Callable[[str], None]) -> None:
+    """The last words, and the exit code."""
     if state.phase not in ENDS:
-        say(f"the executors go on without a driver; the same command takes them over again ({len(names)} nodes)")
-    elif state.phase == Phase.FAILED:
+        say("this driver left before every process had saved; they go on saving, and the same command finishes the stop")
+        raise typer.Exit(1)
+    if state.phase == Phase.FAILED:
         Console(stderr=True, soft_wrap=True).print(Text.assemble(("failed: ", "bold red"), state.outcome))
         raise typer.Exit(state.exit_code)

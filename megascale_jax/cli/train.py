@@ -58,6 +58,7 @@ def train(
         if processes.index == 0:
             folder.check_place(resolved)
         if summary := folder.finished(resolved):
+            marks.resumed(summary.steps, is_durable=True)  # for a driver that was not there to see the end
             if processes.index == 0:
                 _show_finished(console, folder, summary, command, json)
             return

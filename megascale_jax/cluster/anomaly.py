@@ -21,8 +21,10 @@ from megascale_jax.config.cluster import ClusterConfig, Mode
 
 _STEADY_STEPS = 20
 """Steps of a process before its step time is compared."""
-_ORDER = ("start", "join", "restore", "compile", "data", "step", "evaluate", "checkpoint", "end")
-"""Sections as a process meets them within one step."""
+_ORDER = ("start", "preparation", "join", "restore", "evaluate", "checkpoint", "data", "compile", "step", "end")
+"""Sections as a process meets them with one count of steps: evaluation and save belong to the step before."""
+_FRESH_BEATS = 3.0
+"""Beats after which what a node said last is no word on where its process is now."""
 _DRIFTS = 10
 """Looks in a row that must show a drift."""
 _TRAFFIC_LOOKS = 60
@@ -54,6 +56,7 @@ class Watcher:
     attempt: int = 0
     _fastest_s: float | None = None
     _drifts: int = 0
+    _missing_since: dict[str, float] = field(default_factory=dict)
     _since: dict[tuple[str, int], float] = field(default_factory=dict)
     _traffic: dict[str, deque[float]] = field(default_factory=dict)
     _totals: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -64,11 +67,12 @@ class Watcher:
         if attempt != self.attempt:
             self.attempt, self._fastest_s, self._drifts = attempt, None, 0
             self._traffic.clear()
+            self._missing_since.clear()
         placed = [(view, process) for view in views if view.beat and view.beat.attempt == attempt for process in view.beat.processes]
         for _, process in placed:
             self.limits.learn(process.longest_s)
         rules: Mapping[str, tuple[Mode, list[Suspicion]]] = {
-            "exit": (self.config.rules.exit, list(_exits(placed))),
+            "exit": (self.config.rules.exit, [*_exits(placed), *self._absent(now_s, attempt, views)]),
             "halted": (self.config.rules.halted, list(self._halted(now_s, placed))),
             "no_progress": (self.config.rules.no_progress, list(self._stuck(placed))),
             "non_finite": (self.config.rules.non_finite, list(self._non_finite(placed))),
@@ -79,6 +83,14 @@ class Watcher:
         acting = tuple(one for mode, found in rules.values() if mode == "act" for one in found)
         observed = tuple(one for mode, found in rules.values() if mode == "observe" for one in found)
         return Findings(acting, observed)
+
+    def _absent(self, now_s: float, attempt: int, views: Iterable[NodeView]) -> Iterable[Suspicion]:
+        """Nodes that beat and have no process of this attempt, as when it cannot be started there."""
+        missing = {view.name for view in views if view.beat and not (view.beat.attempt == attempt and view.beat.processes)}
+        self._missing_since = {name: self._missing_since.get(name, now_s) for name in missing}
+        for name, since_s in self._missing_since.items():
+            if now_s > since_s + self.config.stop_s:
+                yield Suspicion(rule="exit", node=name, detail=f"has no process of attempt {attempt}; see executor.log there")
 
     def _halted(self, now_s: float, placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion]:
         """Processes that a signal or a debugger has stopped; no section allows for that, not even a compilation."""
@@ -91,8 +103,8 @@ class Watcher:
 
     def _stuck(self, placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion]:
         running = [(view, process) for view, process in placed if process.state in ("running", "stopped")]
-        if not running:
-            return
+        if not running or any(view.age_s > _FRESH_BEATS * self.config.beat_s for view, _ in running):
+            return  # a silent node is `missed_beats`, and says nothing about its training
         behind = min(_position(process) for _, process in running)
         last = [(view, process) for view, process in running if _position(process) == behind]
         late = [
@@ -166,7 +178,7 @@ def _exits(placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion]:
     for view, process in placed:
         if process.state not in ("exited", "zombie") or (process.exit_code in (0, None) and process.signal is None):
             continue
-        what = f"signal {signal.Signals(process.signal).name}" if process.signal else f"exit code {process.exit_code}"
+        what = f"signal {_signal_name(process.signal)}" if process.signal else f"exit code {process.exit_code}"
         last = next((line for line in reversed(process.log) if line.strip()), "")
         yield Suspicion(
             rule="exit",
@@ -185,9 +197,18 @@ def _keywords(placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicio
 
 def _position(process: ProcessReport) -> tuple[int, int]:
     """Where a process is in its run: more is further."""
-    return process.step or 0, _ORDER.index(process.section) if process.section in _ORDER else 0
+    is_preparing = process.section == "data" and not process.passes.get("restore", 0)
+    section = "preparation" if is_preparing else process.section
+    return process.step or 0, _ORDER.index(section) if section in _ORDER else 0
 
 
 def _next_step(process: ProcessReport) -> int:
     """The step that a process is in; its report counts those that are done."""
     return (process.step or 0) + 1
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # one of the real-time signals
+        return str(number)

@@ -204,7 +204,7 @@ class Drill:
         seats = [name for name in status["seats"] if status["nodes"][name]["processes"]]
         node = seats[choice % len(seats)]
         record = Record(kind, node if fault.hits_node else None, status["step"], is_interruption=fault.interrupts)
-        known, began_s, at = len(status["incidents"]), status["now_s"], self.clock()
+        known, began_s, at = status["num_incidents"], status["now_s"], self.clock()
         undo = fault.inject(self.job, status, node)
         try:
             after = self._until_over(fault, known, status["step"])
@@ -240,7 +240,7 @@ class Drill:
         while self.clock() < limit:
             status = self.job.status()
             if status is not None and status["phase"] == "running":
-                incidents = status["incidents"][known:]
+                incidents = [incident for incident in status["incidents"] if incident["number"] > known]
                 if incidents and all(incident["restored_s"] is not None for incident in incidents):
                     return status
                 settled = settled + 1 if status["step"] > step + settled else settled
@@ -250,7 +250,7 @@ class Drill:
         return None
 
     def _note(self, record: Record, status: dict[str, Any], known: int, began_s: float) -> None:
-        incidents = status["incidents"][known:]
+        incidents = [incident for incident in status["incidents"] if incident["number"] > known]
         record.recovered = True
         evicted = {name for incident in incidents for name in incident["evicted"]}
         record.healthy_evicted = sorted(evicted)

@@ -7,7 +7,9 @@ Whatever is done follows from the journaled state and may be done again: a drive
 reads its journal, hears the executors present themselves, and goes on.
 """
 
+import sqlite3
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Protocol
 
 from megascale_jax.cluster.anomaly import Findings, NodeView, Watcher, odd_software
@@ -31,6 +33,8 @@ _REPEAT_S = 5.0
 _ADVANCED_S = 60.0
 """Time between two events about progress without a new checkpoint."""
 _LIMITS_S = 30.0
+_SHOWN = 20
+"""Incidents in a status: an answer has a limited size, and the journal has them all."""
 
 
 class Clock(Protocol):
@@ -66,6 +70,9 @@ class Driver:
         now = clock.now()
         self.beats: dict[str, Beat] = {}
         self.software: dict[str, Mapping[str, str]] = {}
+        self._hellos: dict[str, Hello] = {}
+        self._stuck: set[str] = set()
+        """Given up because their processes did not end; they come back once these have."""
         self._heard_s = {name: now for name, node in self.state.nodes.items() if node.lost_at_s is None}
         self._told: dict[str, tuple[Desired, float]] = {}
         self._first_finding_s: float | None = None
@@ -73,6 +80,7 @@ class Driver:
         self._advanced = (0, 0, now)
         self._limits_kept_s = now
         self._removed: set[str] = set()
+        self._refused: dict[str, str] = {}
         self.examination: Examination | None = None
 
     # What arrives.
@@ -82,9 +90,16 @@ class Driver:
         self._heard_s[name] = self.clock.now()
         match message:
             case Hello():
+                self._hellos[name] = message
                 self._present(name, message)
             case Beat():
                 self.beats[name] = message
+                node = self.state.nodes.get(name)
+                if message.is_idle:
+                    self._stuck.discard(name)
+                if node is not None and node.lost_at_s is not None and name in self._hellos and name not in self._stuck:
+                    self._present(name, self._hellos[name])  # it was silent, and its connection has survived
+                    self.beats[name] = message
             case Diagnosis() if self.examination is not None:
                 self.examination.heard(name, message)
             case _:
@@ -120,12 +135,15 @@ class Driver:
         self.tell()
         if now > self._limits_kept_s + _LIMITS_S:
             self._limits_kept_s = now
-            self.journal.keep("limits", self.watcher.limits.to_json())
+            with suppress(sqlite3.Error):  # they can be learned again
+                self.journal.keep("limits", self.watcher.limits.to_json())
 
     def record(self, event: Event) -> None:
         """Journal an event, then let it change the job. Nothing follows from an event that could not be journaled."""
         self.journal.append(event)
         before, self.state = self.state, apply(self.state, event, self.config)
+        if isinstance(event, Elapsed):
+            self._stuck |= {name for name, node in self.state.nodes.items() if node.lost_at_s != before.nodes[name].lost_at_s}
         for line in told(before, self.state, event):
             self._say(line)
         if before.phase != self.state.phase:
@@ -246,7 +264,7 @@ class Driver:
             node = self.state.nodes.get(name)
             is_evicted = node is not None and node.status == NodeStatus.EVICTED
             try:
-                if is_evicted and name not in self._removed:
+                if is_evicted and name not in self._removed and self._is_idle(name):
                     self._removed.add(name)
                     self.backend.remove(name, node.reason if node is not None else "")
                 elif not is_evicted and not over and (node is None or node.lost_at_s is not None):
@@ -255,7 +273,20 @@ class Driver:
                         self.backend.restore(name)
                     self.backend.ensure(name)
             except MegascaleError as error:
-                self._say(f"{name}: {error}")
+                if self._refused.get(name) != str(error):
+                    self._refused[name] = str(error)
+                    self._say(f"{name}: {error}")
+
+    def _is_idle(self, name: str) -> bool:
+        """Whether a node may be taken away: it trains no more, or cannot be asked."""
+        node = self.state.nodes[name]
+        return name in self.state.idle or name not in self.state.seats or node.lost_at_s is not None or self.state.phase in ENDS
+
+    def take_away_all(self) -> None:
+        """The job is over: end executors that did not hear of it."""
+        for name in self.names:
+            with suppress(MegascaleError):
+                self.backend.remove(name, "the job is over")
 
     def _processes(self) -> list[ProcessReport]:
         beats = [self.beats.get(name or "") for name in self.state.seats]
@@ -283,7 +314,8 @@ def status_of(driver: Driver) -> dict[str, object]:
             }
             for name, node in state.nodes.items()
         },
-        "incidents": [incident.model_dump(mode="json") | {"text": summed_up(incident)} for incident in state.incidents],
+        "num_incidents": len(state.incidents),
+        "incidents": [incident.model_dump(mode="json") | {"text": summed_up(incident)} for incident in state.incidents[-_SHOWN:]],
         "alarms": list(state.alarms),
         "outcome": state.outcome,
     }

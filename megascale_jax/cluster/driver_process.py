@@ -27,6 +27,7 @@ from megascale_jax.cluster.link.server import LinkServer
 from megascale_jax.cluster.link.tokens import Role
 from megascale_jax.cluster.messages import Answer, Beat, Command, Desired, Diagnosis, FromNode, Hello
 from megascale_jax.cluster.state import Ordered
+from megascale_jax.config.cluster import DRIVER_LOCK
 from megascale_jax.errors import RunFolderError
 from megascale_jax.observe.report import replace_file
 
@@ -121,45 +122,44 @@ async def drive(
     rule: operators.Rule,
     say: Callable[[str], None],
 ) -> Driver:
-    """Drive the job to its end; SIGTERM and Ctrl-C stop it with a save, a second one leaves the executors to the next driver.
+    """Drive the job to its end; SIGTERM and Ctrl-C stop it with a save, after a second one the driver leaves at once.
 
-    Raises RunFolderError when another driver has the folder, OSError when the address is taken.
+    The caller holds the job's folder (`held`). Raises OSError when the address is taken.
     """
-    with held(folder):
-        audit = AuditLog(folder / "audit.jsonl")
-        control = Control(audit, rule)
-        driver = control.driver = make_driver(control.send)
+    audit = AuditLog(folder / "audit.jsonl")
+    control = Control(audit, rule)
+    driver = control.driver = make_driver(control.send)
 
-        def note(what: str, details: dict[str, Any]) -> None:
-            audit.append("link", "system", what, details)
+    def note(what: str, details: dict[str, Any]) -> None:
+        audit.append("link", "system", what, details)
 
-        server = LinkServer(
-            security,
-            security.job,
-            TypeAdapter(FromNode),
-            control,
-            audit=note,
-            permits=permits,
-        )
-        port = await server.start(*listen)
-        replace_file(folder / DRIVER_FILE, json.dumps({"host": listen[0], "port": port, "pid": os.getpid()}).encode())
-        asked = 0
+    server = LinkServer(
+        security,
+        security.job,
+        TypeAdapter(FromNode),
+        control,
+        audit=note,
+        permits=permits,
+    )
+    port = await server.start(*listen)
+    replace_file(folder / DRIVER_FILE, json.dumps({"host": listen[0], "port": port, "pid": os.getpid()}).encode())
+    asked = 0
 
-        def stop() -> None:
-            nonlocal asked
-            asked += 1
-            driver.record(Ordered(at_s=driver.clock.now(), action="stop", by="signal", step=driver.step))
-            audit.append("signal", "system", "stop", {})
+    def stop() -> None:
+        nonlocal asked
+        asked += 1
+        driver.record(Ordered(at_s=driver.clock.now(), action="stop", by="signal", step=driver.step))
+        audit.append("signal", "system", "stop", {})
 
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop)
-        try:
-            await _tick(driver, lambda: asked > 1, say)
-        finally:
-            await server.close()
-            (folder / DRIVER_FILE).unlink(missing_ok=True)
-        return driver
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    try:
+        await _tick(driver, lambda: asked > 1, say)
+    finally:
+        await server.close()
+        (folder / DRIVER_FILE).unlink(missing_ok=True)
+    return driver
 
 
 async def _tick(driver: Driver, is_hurried: Callable[[], bool], say: Callable[[str], None]) -> None:
@@ -171,6 +171,7 @@ async def _tick(driver: Driver, is_hurried: Callable[[], bool], say: Callable[[s
         if driver.state.phase in ENDS:
             ended_at = ended_at or now
             if driver.is_over or now > ended_at + LEAVE_S:
+                driver.take_away_all()
                 return
         elif driver.state.phase == Phase.RUNNING and driver.step != progress[0] and now > progress[1] + _PROGRESS_S:
             progress = (driver.step, now)
@@ -180,13 +181,13 @@ async def _tick(driver: Driver, is_hurried: Callable[[], bool], say: Callable[[s
 
 @contextlib.contextmanager
 def held(folder: Path) -> Any:
-    """The job's folder for this driver alone. Raises RunFolderError when there is another."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    lock = FileLock(folder / "driver.lock", timeout=0)
+    """The run folder for this driver alone. Raises RunFolderError when there is another."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / DRIVER_LOCK, timeout=0)
     try:
         lock.acquire()
     except Timeout as error:
-        raise RunFolderError(f"another driver drives {folder.parent}; see `megascale job status {folder.parent}`") from error
+        raise RunFolderError(f"another driver drives {folder}; see `megascale job status {folder}`") from error
     try:
         yield
     finally:

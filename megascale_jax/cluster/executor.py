@@ -129,7 +129,7 @@ class Executor:
         elif wanted.leave and self._stopping is None:
             self.leaving = True
         elif assignment is not None and assignment.attempt > self._attempt and self._stopping is None:
-            self._start(assignment)
+            self._begin(assignment)
         elif wanted.warm and self._stopping is None and self._is_settled():
             self._processes.warm_up(self._environment)
         order = wanted.diagnosis
@@ -141,6 +141,12 @@ class Executor:
         if not self._has_processes:
             return self._examining is None and time.monotonic() > self._changed_at + SETTLED_S
         return bool(self._reports) and all(report.passes.get("step", 0) > WARM_AFTER_STEPS for report in self._reports)
+
+    def _begin(self, assignment: Assignment) -> None:
+        try:
+            self._start(assignment)
+        except (OSError, StuckProcessError) as error:  # a full disk, say: the beat shows a node without a process, which is an anomaly
+            _logger.error("attempt %d cannot be started here: %s", assignment.attempt, error)
 
     async def _stop(self, grace_s: float) -> None:
         try:

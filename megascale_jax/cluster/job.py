@@ -1,5 +1,6 @@
 """A job's folder below its run folder: journal, certificates and tokens, nodes."""
 
+import json
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,12 +14,13 @@ from megascale_jax.cluster.policy import apply, first_state
 from megascale_jax.cluster.ports import free_ports
 from megascale_jax.cluster.state import Shape
 from megascale_jax.config.cluster import JOB_FOLDER, ClusterConfig
+from megascale_jax.errors import RunFolderError
 
 JOURNAL_FILE = "journal.sqlite"
 SECURITY_FOLDER = "security"
-NODES_FOLDER = "nodes"
 TOKEN_DAYS = 365.0
 _PORT = "port"
+_COMMAND = "command"
 
 
 def job_folder(run: Path) -> Path:
@@ -42,6 +44,17 @@ def open_journal(folder: Path, shapes: tuple[Shape, ...], config: ClusterConfig)
         path.rename(folder / f"journal-{number}.sqlite")
         journal = Journal(path)
     return journal
+
+
+def check_command(journal: Journal, command: Sequence[str]) -> None:
+    """Executors of a job that is under way were started with its command. Raises RunFolderError for another one."""
+    said = json.dumps(command)
+    if (known := journal.fact(_COMMAND)) is not None and known != said:
+        raise RunFolderError(
+            f"this job is under way with another command: {' '.join(json.loads(known)[3:])}; stop it first (`megascale job stop RUN`, or "
+            "the old command and Ctrl-C)"
+        )
+    journal.keep(_COMMAND, said)
 
 
 def port_of(journal: Journal, wanted: int) -> int:

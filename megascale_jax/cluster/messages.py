@@ -54,7 +54,7 @@ class Command(Message):
     """What an operator asks for; see `link/operators.py` for who may."""
 
     kind: Literal["command"] = "command"
-    action: Literal["status", "stop", "restart", "evict", "confirm", "cordon", "uncordon", "diagnose"]
+    action: Literal["status", "stop", "restart", "evict", "confirm", "cordon", "uncordon"]
     node: Name | None = None
     number: int | None = Field(default=None, description="of the eviction that is confirmed")
 

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 JOB_FOLDER = "cluster"
 """Where a driver keeps its journal, below the run folder."""
+DRIVER_LOCK = ".driver.lock"
+"""Held by the one driver of a run folder; not in the folder above, which ``--fresh`` removes."""
 
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]

@@ -22,7 +22,7 @@ from megascale_jax.checkpoint.manifest import newest_good, read_manifest
 from megascale_jax.checkpoint.owner import OWNER, Owner, claim, read_owner
 from megascale_jax.comm.storage import Storage
 from megascale_jax.config.checks import difference_blocks_resume
-from megascale_jax.config.cluster import JOB_FOLDER
+from megascale_jax.config.cluster import DRIVER_LOCK, JOB_FOLDER
 from megascale_jax.config.load import differences, dump_yaml, read_resolved
 from megascale_jax.config.schema import Experiment
 from megascale_jax.data.tokenizer import TOKENIZER_FILE
@@ -37,7 +37,7 @@ LOCK_FILE = ".lock"
 IDENTITY_FILE = ".identity"
 _OWN_NAMES = {
     *(CONFIG_FILE, CHECKPOINTS, LOCK_FILE, IDENTITY_FILE, SUMMARY_FILE),
-    *(METRICS_FILE, TENSORBOARD_FOLDER, TOKENIZER_FILE, JOB_FOLDER, "loss.png"),
+    *(METRICS_FILE, TENSORBOARD_FOLDER, TOKENIZER_FILE, JOB_FOLDER, DRIVER_LOCK, "loss.png"),
 }
 
 
@@ -90,7 +90,7 @@ class RunFolder:
         existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise RunFolderError(f"{self.path} cannot be made: {existing} is no writable folder; choose another with --run-folder")
-        if existing != self.path or {entry.name for entry in self.path.iterdir()} <= {LOCK_FILE, IDENTITY_FILE, JOB_FOLDER}:
+        if existing != self.path or {entry.name for entry in self.path.iterdir()} <= {LOCK_FILE, IDENTITY_FILE, JOB_FOLDER, DRIVER_LOCK}:
             return self._check_newest(experiment)
         if not (self.path / CONFIG_FILE).is_file():
             raise RunFolderError(f"{self.path} exists and is not a run folder (no {CONFIG_FILE}); choose another with --run-folder")
@@ -223,7 +223,7 @@ class RunFolder:
         for entry in self.path.iterdir():
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
-            elif entry.name != LOCK_FILE:
+            elif entry.name not in (LOCK_FILE, DRIVER_LOCK):
                 entry.unlink()
 
     @staticmethod

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from megascale_jax.checkpoint.manifest import Found, Manifest, mark_damaged, published_steps
 from megascale_jax.checkpoint.retention import Retention, apply, decide
+from megascale_jax.checkpoint.stage_two import Target, tidy
 from megascale_jax.comm.storage import Storage
 from tests.checkpoint.states import plan, published
 
@@ -86,6 +87,16 @@ def test_what_an_earlier_start_left_of_a_step_goes_when_it_is_published(tmp_path
     published(tmp_path, here, 7, launch="second")
     assert sorted(path.name for path in (tmp_path / "7").iterdir()) == ["manifest.json", "second"]
     assert published_steps(tmp_path) == [7]
+
+
+def test_tidying_that_comes_late_leaves_what_a_later_start_published(tmp_path):
+    """An upload of the first start's step 7 ends after the second start has published its own."""
+    here, storage = plan(data=2), Storage(tmp_path)
+    first = published(tmp_path, here, 7, launch="first")
+    published(tmp_path, here, 7, launch="second")
+    target = Target(str(tmp_path), 1, "none", Retention(keep=2), publish_limit_s=1.0)
+    tidy(storage, target, first)
+    assert sorted(path.name for path in (tmp_path / "7").iterdir()) == ["manifest.json", "second"]
 
 
 def test_run_that_goes_on_from_an_older_step_keeps_what_it_writes(tmp_path):

@@ -80,6 +80,36 @@ def test_a_partition_is_a_lost_node(world) -> None:
     assert world.sims["node-0"].process == "none", "it no longer trains"
 
 
+def test_a_node_that_was_only_silent_comes_back_without_a_new_connection(world) -> None:
+    world.is_alive = lambda name: None
+    world.drops = lambda name: name == "node-5"
+    world.run(10)
+    assert world.driver.state.nodes["node-5"].status == NodeStatus.LOST
+    world.drops = lambda name: False
+    world.run(3)
+    assert world.driver.state.nodes["node-5"].status == NodeStatus.READY
+
+
+def test_silence_is_no_word_on_the_training(world) -> None:
+    """A pause of the control network that is longer than a step may take, and shorter than a node may be silent."""
+    world.driver.config = world.config.model_copy(update={"lost_after_s": 30.0})
+    world.is_alive = lambda name: None
+    world.drops = lambda name: name == "node-2"
+    world.run(15)
+    world.drops = lambda name: False
+    world.run(5)
+    assert not world.driver.state.incidents
+
+
+def test_a_node_that_cannot_start_its_process_is_found(world) -> None:
+    world.crash("node-1")
+    world.run(1)
+    assert world.run(60, lambda: world.sims["node-1"].attempt == 2)
+    world.sims["node-1"].process = "none"
+    assert world.run(60, lambda: len(world.driver.state.incidents) == 2)
+    assert world.driver.state.incidents[1].named == ("node-1",)
+
+
 def test_dropped_beats_below_the_limit_change_nothing(world) -> None:
     world.drops = lambda name: int(world.now) % 3 != 0
     world.run(30)

@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -56,7 +56,7 @@ class Node:
                 await asyncio.sleep(0.02)
 
 
-def play(folder: Path, story: Callable[[Node], object], **values: object) -> Node:
+def play(folder: Path, story: Callable[[Node], Awaitable[None]], **values: object) -> Node:
     """Run an executor beside a story, and end it."""
     node = Node(folder, **values)
 

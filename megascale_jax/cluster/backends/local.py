@@ -17,11 +17,12 @@ from pathlib import Path
 
 import psutil
 
+from megascale_jax.errors import BackendError
 from megascale_jax.observe.report import replace_file
 
+NODES_FOLDER = "nodes"
 EXECUTOR_FILE = "executor.json"
 DOWN_FILE = "down"
-_END_S = 5.0
 
 
 class LocalBackend:
@@ -39,19 +40,21 @@ class LocalBackend:
         if (node / DOWN_FILE).exists() or self.is_alive(name) or now < self._tried.get(name, 0.0) + self._retry_s:
             return
         self._tried[name] = now
-        node.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with (node / "executor.log").open("ab") as log:
-            child = subprocess.Popen(
-                [*self._command[0], "--node", name, "--folder", str(node), *self._command[1]],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self._children[name] = child
-        with suppress(psutil.NoSuchProcess):
-            record = {"pid": child.pid, "started": psutil.Process(child.pid).create_time()}
+        try:
+            node.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with (node / "executor.log").open("ab") as log:
+                child = subprocess.Popen(
+                    [*self._command[0], "--node", name, "--folder", str(node), *self._command[1]],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            self._children[name] = child
+            record = {"pid": child.pid, "started": started_ticks(child.pid)}
             replace_file(node / EXECUTOR_FILE, json.dumps(record).encode())
+        except OSError as error:
+            raise BackendError(f"its executor cannot be started: {error}") from error
 
     def is_alive(self, name: str) -> bool | None:
         """Whether the process of ``executor.json`` is there and is the one that was started."""
@@ -61,15 +64,10 @@ class LocalBackend:
         return process is not None
 
     def remove(self, name: str, reason: str) -> None:
-        """End the executor, and with it its processes: gently first."""
+        """End the executor; the kernel ends its processes with it. The driver asks for this once they are no longer needed."""
         process = executor_process(self._folder / name)
-        if process is None:
-            return
-        with suppress(psutil.NoSuchProcess):
-            process.terminate()
-            try:
-                process.wait(_END_S)
-            except psutil.TimeoutExpired:
+        if process is not None:
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
 
     def restore(self, name: str) -> None:
@@ -85,17 +83,31 @@ def executor_process(node: Path) -> psutil.Process | None:
     try:
         record = json.loads((node / EXECUTOR_FILE).read_text())
         process = psutil.Process(record["pid"])
-        if process.status() == psutil.STATUS_ZOMBIE or abs(process.create_time() - record["started"]) > 0.01:
+        if process.status() == psutil.STATUS_ZOMBIE or started_ticks(record["pid"]) != record["started"]:
             return None
     except (OSError, ValueError, KeyError, psutil.NoSuchProcess):
         return None
     return process
 
 
+def started_ticks(pid: int) -> int:
+    """When a process was started, in the kernel's ticks since boot: unlike a date, no clock can change it. Raises OSError without it."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
 def local_command(driver: tuple[str, int], security: Path, training: Sequence[str]) -> tuple[list[str], list[str]]:
     """How an executor of this installation is started: what comes before the node's own options, and what comes after."""
     start = [sys.executable, "-m", "megascale_jax.cluster.executor_process", "--driver", f"{driver[0]}:{driver[1]}"]
     return [*start, "--security", str(security)], ["--", *training]
+
+
+def end_executors(nodes: Path) -> None:
+    """Kill all executors below a folder, and their processes with them: the last resort of whoever started them."""
+    for node in nodes.glob("*"):
+        process = executor_process(node)
+        if process is not None:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def switch_off(node: Path) -> None:
