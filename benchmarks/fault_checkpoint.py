@@ -24,13 +24,14 @@ from typing import Annotated, Any
 
 import typer
 from fault_cluster import KEEP, LIMIT_S, RANKS, Cluster, is_good, pause
-from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import track
 from step_report import birth_certificate
 
 from megascale_jax.checkpoint.manifest import MANIFEST, Manifest, published_steps, read_manifest
+from megascale_jax.checkpoint.owner import Owner, claim, read_owner
 from megascale_jax.comm.storage import Storage
+from megascale_jax.errors import RunFolderError
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST_PAUSE_S = 0.25
@@ -196,14 +197,21 @@ def clock_goes_backwards(drill: Drill) -> int:
 
 
 def second_run(drill: Drill) -> int:
-    """Another run asks for the same folder: its lock is held, so it is refused before it touches anything."""
+    """Another run asks for the same place: it has an owner, so it is refused before anything is touched."""
     step = drill.next()
-    with FileLock(drill.cluster.folder / ".lock", timeout=0):
-        try:
-            # another lock object, as another process has one
-            FileLock(drill.cluster.folder / ".lock", timeout=0, is_singleton=False).acquire()
-        except Timeout:
-            return step
+    storage = Storage(drill.cluster.folder)
+
+    def refuse(found: Owner | None, run: str) -> None:
+        if found is not None and found.run != run:
+            raise RunFolderError(f"the place is {found.run}'s")
+
+    claim(storage, Owner("first", "first", 0.0), lambda found: refuse(found, "first"))
+    try:
+        claim(storage, Owner("second", "second", 0.0), lambda found: refuse(found, "second"))
+    except RunFolderError:
+        owner = read_owner(storage)
+        assert owner is not None and owner.run == "first", "the record is still the first one's"
+        return step
     raise AssertionError("the second run was not refused")
 
 

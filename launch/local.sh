@@ -5,8 +5,8 @@
 #
 # Every process gets MEGASCALE_COORDINATOR, MEGASCALE_NUM_PROCESSES and MEGASCALE_PROCESS_ID. Process 0 writes to the
 # terminal, the others to log files. Ctrl-C and SIGTERM reach all of them, so that each finishes its step and saves; the
-# third signal kills. The first process starts the run's keeper of checkpoints, in a session of its own: it outlives this script and
-# all processes, holds their newest states in memory for the next start, and ends by itself (`megascale keep --help`). When one fails, the others are ended, its last lines are shown, and its exit code is ours.
+# third signal kills. Whichever process comes first starts the run's keeper of checkpoints, in a session of its own: it outlives this
+# script and all processes, holds their newest states in memory for the next start, and ends by itself (`megascale keep --help`). When one fails, the others are ended, its last lines are shown, and its exit code is ours.
 #
 # MEGASCALE_COMMAND   what to run instead of `megascale train`, words separated by spaces
 # MEGASCALE_GRACE_S   seconds that the others have to end by themselves after a failure (15)

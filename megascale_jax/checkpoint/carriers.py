@@ -65,7 +65,8 @@ class Carriers:
     def take(self, job: Job) -> None:
         """A slot is complete: carry it on."""
         with self.changed:
-            self._launch = job.index.launch
+            if self._launch != job.index.launch:
+                self._launch, self.durable = job.index.launch, None
             self._pass_on(COPYING, job)
             if job.index.rank == 0 and job.target is not None:
                 self._pass_on(PUBLICATION, job)
@@ -106,11 +107,13 @@ class Carriers:
         while True:
             job = self._lines[COPYING].get()
             with self._ended(COPYING, job), self._reported(job, "not written"):
-                sums = checksums(job.held.slot, job.index)
-                with self.changed:
-                    job.held.sums = sums
+                try:
+                    sums = checksums(job.held.slot, job.index)
+                finally:  # also when it fails: rank 0 waits for this part, or for the word that there is none
                     if job.target is not None:
                         self._pass_on(WRITING, job)
+                with self.changed:
+                    job.held.sums = sums
                 if self.peer is not None:
                     with self._reported(job, "no copy on the next host", is_loss=False):
                         send_copy(*self.peer, job.held.slot, job.index, sums)

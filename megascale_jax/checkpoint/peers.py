@@ -34,7 +34,9 @@ class PeerServer:
             if secret not in self._secrets:
                 self._secrets = [*self._secrets[-1:], secret]
             if self._server is None:
-                self._server = socket.create_server(("", 0))
+                is_dual = socket.has_dualstack_ipv6()
+                family = socket.AF_INET6 if is_dual else socket.AF_INET
+                self._server = socket.create_server(("", 0), family=family, dualstack_ipv6=is_dual)
                 threading.Thread(target=self._accept, args=(self._server,), daemon=True).start()
             return self._server.getsockname()[1]
 

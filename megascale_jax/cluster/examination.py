@@ -4,6 +4,7 @@ First each node checks itself. When nobody knows which node it was, devices are 
 by round, until the one that is bad is told from those it was tried with.
 """
 
+import secrets
 from collections.abc import Mapping, Sequence
 
 from pydantic import ValidationError
@@ -19,7 +20,7 @@ QUICK = alone(("host", "gpu", "nic"))
 """Without measuring: seconds. For an incident whose node is known."""
 FULL = alone(GROUPS)
 _ROUNDS = 100
-"""More than the rounds of one diagnosis; numbers of rounds are never used twice in a job."""
+"""More than the rounds of one diagnosis. The first number is random, so a driver that begins anew takes no answer for another's."""
 
 
 class Examination:
@@ -32,7 +33,7 @@ class Examination:
         self._share_machines = len({node.address for node in nodes.values()}) < len(nodes)
         """Then each of them slows the others down, and no rate says anything about one of them."""
         self._outcomes: dict[str, list[Outcome]] = {name: [] for name in nodes}
-        self._round = attempt * _ROUNDS
+        self._round = secrets.randbelow(1 << 40) * _ROUNDS
         self._tasks: dict[str, PairTask] = {}
         self._waiting = set(nodes)
 

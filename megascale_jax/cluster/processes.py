@@ -35,6 +35,8 @@ KEPT_ATTEMPTS = 5
 """Attempts whose logs stay."""
 KILL_LIMIT_S = 10.0
 """Longest that a killed process may take to be gone; a driver's call that never returns can hold it for ever."""
+_WARM_AGAIN_S = 5.0
+"""Between two starts of a process that waits: one that cannot be imported is not tried without pause."""
 _LOOK_S = 0.02
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _DEAD = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
@@ -55,6 +57,7 @@ class TrainingProcesses:
     def __init__(self, kept_attempts: int = KEPT_ATTEMPTS):
         self._kept_attempts = kept_attempts
         self._warm: subprocess.Popen[bytes] | None = None
+        self._warmed_at = -_WARM_AGAIN_S
         self._children: tuple[_Child, ...] = ()
         self._changing = threading.Lock()
         # The kernel ends them with the thread that started them, so that must be one that stays.
@@ -84,9 +87,11 @@ class TrainingProcesses:
 
     def warm_up(self, environment: Mapping[str, str]) -> None:
         """Have a process wait whose imports are done, for the next attempt (`warm.py`). Costs nothing when there is one."""
-        if self._warm is not None and self._warm.poll() is None:
+        now = time.monotonic()
+        if (self._warm is not None and self._warm.poll() is None) or now < self._warmed_at + _WARM_AGAIN_S:
             return
         with self._changing:
+            self._warmed_at = now
             self._warm = self._starter.submit(_start_warm, environment).result()
 
     def cool_down(self) -> None:

@@ -187,6 +187,8 @@ class RunFolder:
             self.check_clear()
         storage = self.storage(experiment)
         refusal = f"another process trains on {storage.url}; wait for it, stop it, or choose another train.checkpoint.place"
+        if storage.folder is not None:  # whatever is written there is for its owner only
+            storage.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with self.locked(), nullcontext() if storage.folder is None else _locked(storage.folder, refusal):
             if not fresh or experiment.train.checkpoint.place is not None:  # else all that is there goes
                 self.check_place(experiment)

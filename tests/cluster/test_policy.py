@@ -161,6 +161,27 @@ def test_a_node_found_bad_is_evicted_and_named_in_place_of_the_guess() -> None:
     assert story.state.seats == ("node-0", "node-1", "node-3")
 
 
+def test_what_an_older_attempt_says_changes_nothing() -> None:
+    story = Story(nodes=2, spares=1)
+    story.advance(1)
+    story.suspect("node-1", step=1)
+    story.settle_down()
+    story.diagnosed()
+    story.advance(2)
+    story.suspect("node-1", step=2)
+    story.settle_down()
+    before = story.state
+    late: list[Event] = [
+        Diagnosed(at_s=1.0, attempt=1, bad={"node-0": "bad"}),
+        Idle(at_s=1.0, node="node-1", attempt=1),
+        Ended(at_s=1.0, attempt=1, step=9, is_complete=True),
+        Advanced(at_s=1.0, attempt=1, step=9, saved_step=9),
+        Anomaly(at_s=1.0, attempt=1, step=9, suspicions=()),
+    ]
+    for event in late:
+        assert story.on(event) == before
+
+
 def test_too_many_evictions_ask_for_a_person() -> None:
     story = Story(nodes=4, spares=4)
     story.advance(1)
