@@ -49,7 +49,7 @@ def drive(
     """
     from megascale_jax.cluster.anomaly import Watcher
     from megascale_jax.cluster.backends.local import NODES_FOLDER, LocalBackend, local_command
-    from megascale_jax.cluster.driver import Driver, status_of
+    from megascale_jax.cluster.driver import Driver
     from megascale_jax.cluster.driver_process import drive as drive_job
     from megascale_jax.cluster.driver_process import held
     from megascale_jax.cluster.job import check_command, job_folder, open_journal, port_of, secure
@@ -59,6 +59,7 @@ def drive(
     from megascale_jax.cluster.link.security import Security
     from megascale_jax.cluster.messages import Desired
     from megascale_jax.cluster.seats import shapes_of
+    from megascale_jax.cluster.status import status_of
     from megascale_jax.config.layout import MeshShape
     from megascale_jax.observe.report import check_json_path, write_json
     from megascale_jax.train.folder import RunFolder

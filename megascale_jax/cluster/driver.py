@@ -23,8 +23,8 @@ from megascale_jax.cluster.lifecycle import ENDS, NodeStatus, Phase
 from megascale_jax.cluster.messages import Beat, Desired, Diagnosis, Hello
 from megascale_jax.cluster.policy import ACTIVE, apply, deadline, desired, first_state, looks_again_at
 from megascale_jax.cluster.reports import ProcessReport
-from megascale_jax.cluster.state import Advanced, Anomaly, Elapsed, Ended, Event, Idle, Joined, Lost, Shape, State, Suspicion
-from megascale_jax.cluster.story import summed_up, told
+from megascale_jax.cluster.state import Advanced, Anomaly, Elapsed, Ended, Event, Idle, Joined, Lost, Shape, Suspicion
+from megascale_jax.cluster.story import told
 from megascale_jax.config.cluster import ClusterConfig
 from megascale_jax.errors import MegascaleError
 
@@ -33,8 +33,6 @@ _REPEAT_S = 5.0
 _ADVANCED_S = 60.0
 """Time between two events about progress without a new checkpoint."""
 _LIMITS_S = 30.0
-_SHOWN = 20
-"""Incidents in a status: an answer has a limited size, and the journal has them all."""
 
 
 class Clock(Protocol):
@@ -171,6 +169,10 @@ class Driver:
         steps = [process.step for process in self._processes() if process.step is not None]
         return min(steps) if len(steps) == len(self.state.seats) else self.state.best_step
 
+    def silent_s(self, name: str) -> float:
+        """How long nothing was heard of a node, seconds."""
+        return self.clock.now() - self._heard_s.get(name, self.clock.now())
+
     @property
     def is_over(self) -> bool:
         """The job has ended, and every node that can be reached knows."""
@@ -291,31 +293,3 @@ class Driver:
     def _processes(self) -> list[ProcessReport]:
         beats = [self.beats.get(name or "") for name in self.state.seats]
         return [process for beat in beats if beat is not None and beat.attempt == self.state.attempt for process in beat.processes]
-
-
-def status_of(driver: Driver) -> dict[str, object]:
-    """The job as JSON values, for people and programs that ask."""
-    state: State = driver.state
-    return {
-        "now_s": driver.clock.now(),
-        "phase": state.phase.value,
-        "attempt": state.attempt,
-        "step": driver.step,
-        "steps": driver.total_steps,
-        "seats": list(state.seats),
-        "nodes": {
-            name: {
-                "status": node.status.value,
-                "reason": node.reason,
-                "silent_s": None if name not in driver.beats else round(driver.clock.now() - driver._heard_s.get(name, 0.0), 1),
-                "processes": [process.model_dump(exclude={"log"}) for process in driver.beats[name].processes]
-                if name in driver.beats
-                else [],
-            }
-            for name, node in state.nodes.items()
-        },
-        "num_incidents": len(state.incidents),
-        "incidents": [incident.model_dump(mode="json") | {"text": summed_up(incident)} for incident in state.incidents[-_SHOWN:]],
-        "alarms": list(state.alarms),
-        "outcome": state.outcome,
-    }

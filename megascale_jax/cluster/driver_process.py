@@ -17,7 +17,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, TypeAdapter
 
-from megascale_jax.cluster.driver import Driver, status_of
+from megascale_jax.cluster.driver import Driver
 from megascale_jax.cluster.lifecycle import ENDS, Phase
 from megascale_jax.cluster.link import operators
 from megascale_jax.cluster.link.audit import AuditLog
@@ -27,6 +27,7 @@ from megascale_jax.cluster.link.server import LinkServer
 from megascale_jax.cluster.link.tokens import Role
 from megascale_jax.cluster.messages import Answer, Beat, Command, Desired, Diagnosis, FromNode, Hello
 from megascale_jax.cluster.state import Ordered
+from megascale_jax.cluster.status import status_of
 from megascale_jax.config.cluster import DRIVER_LOCK
 from megascale_jax.errors import RunFolderError
 from megascale_jax.observe.report import replace_file

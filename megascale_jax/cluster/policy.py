@@ -4,10 +4,23 @@ An event that no longer fits (of an older attempt, doubled, late) changes nothin
 Applying the journal's events to the first state gives the present one (paper section 4.1, figure 5).
 """
 
-from collections.abc import Mapping
-
-from megascale_jax.cluster.lifecycle import ENDS, NodeStatus, Phase, check_phase, check_status
+from megascale_jax.cluster.lifecycle import ENDS, NodeStatus, Phase
 from megascale_jax.cluster.messages import Assignment, Desired
+from megascale_jax.cluster.moves import (
+    GROW,
+    OPERATOR,
+    busy,
+    cause_nodes,
+    evicted,
+    is_planned,
+    moved,
+    reached,
+    recent,
+    suspended,
+    to_phase,
+    with_incident,
+    with_node,
+)
 from megascale_jax.cluster.seats import fill
 from megascale_jax.cluster.state import (
     Advanced,
@@ -17,7 +30,6 @@ from megascale_jax.cluster.state import (
     Ended,
     Event,
     Idle,
-    Incident,
     Joined,
     Lost,
     Node,
@@ -31,8 +43,6 @@ from megascale_jax.config.cluster import ClusterConfig
 ACTIVE = frozenset({Phase.RESTORING, Phase.RUNNING})
 MISSED_BEATS = "missed_beats"
 EXECUTOR_RESTARTED = "executor_restarted"
-GROW = "grow"
-OPERATOR = "operator"
 EXIT = "exit"
 EXIT_NO_PROGRESS, EXIT_NO_NODES = 20, 21
 """Exit codes of a driver whose job failed; a supervisor should not start it again by itself."""
@@ -55,7 +65,7 @@ def apply(state: State, event: Event, config: ClusterConfig) -> State:
         case Lost():
             state = _lost(state, event, config)
         case Anomaly() if event.attempt == state.attempt and state.phase in ACTIVE:
-            state = _suspended(_reached(state, event.step), event.at_s, event.suspicions, event.step)
+            state = suspended(reached(state, event.step), event.at_s, event.suspicions, event.step)
         case Idle() if event.attempt == state.attempt:
             state = state.model_copy(update={"idle": state.idle | {event.node}})
         case Diagnosed() if event.attempt == state.attempt and state.phase == Phase.DIAGNOSING:
@@ -76,7 +86,7 @@ def apply(state: State, event: Event, config: ClusterConfig) -> State:
 def deadline(state: State, config: ClusterConfig) -> float | None:
     """When the present phase must be over, on the journal's axis; None: it has no limit, sections of the processes do."""
     limits = {
-        Phase.SUSPENDED: config.save_s if _is_planned(state) else config.stop_s,
+        Phase.SUSPENDED: config.save_s if is_planned(state) else config.stop_s,
         Phase.DIAGNOSING: config.diagnose_s,
         Phase.REPLACING: config.wait_s,
         Phase.STOPPING: config.save_s,
@@ -95,7 +105,7 @@ def looks_again_at(state: State, config: ClusterConfig) -> float | None:
 
 def desired(state: State, name: str, config: ClusterConfig) -> Desired:
     """All of what a node should be doing. The diagnosis is added by the driver."""
-    grace_s = config.save_s if state.phase == Phase.STOPPING or (state.phase == Phase.SUSPENDED and _is_planned(state)) else 0.0
+    grace_s = config.save_s if state.phase == Phase.STOPPING or (state.phase == Phase.SUSPENDED and is_planned(state)) else 0.0
     node = state.nodes[name]
     assignment = None
     if state.phase in ACTIVE and name in state.seats:
@@ -111,11 +121,6 @@ def desired(state: State, name: str, config: ClusterConfig) -> Desired:
     return Desired(beat_s=config.beat_s, assignment=assignment, stop_grace_s=grace_s, warm=config.warm and not leaves, leave=leaves)
 
 
-def cause_nodes(suspicions: tuple[Suspicion, ...]) -> tuple[str, ...]:
-    """Nodes that the primary suspicions name, in order, each once."""
-    return tuple(dict.fromkeys(one.node for one in suspicions if one.is_primary and one.node is not None))
-
-
 # One function an event.
 
 
@@ -123,18 +128,18 @@ def _joined(state: State, event: Joined) -> State:
     old = state.nodes.get(event.node)
     fresh = {"incarnation": event.incarnation, "address": event.address, "ports": event.ports, "lost_at_s": None, "reason": ""}
     if old is None:
-        return _with_node(state, event.node, Node(status=NodeStatus.READY, **fresh))
+        return with_node(state, event.node, Node(status=NodeStatus.READY, **fresh))
     has_seat, is_new = event.node in state.seats, event.incarnation != old.incarnation
     status = old.status
     if status in (NodeStatus.LOST, NodeStatus.READY, NodeStatus.ASSIGNED):
         status = NodeStatus.ASSIGNED if has_seat else NodeStatus.READY
     if status in (NodeStatus.CORDONED, NodeStatus.EVICTED):
         fresh["reason"] = old.reason
-    state = _moved(state, event.node, status, **fresh)
+    state = moved(state, event.node, status, **fresh)
     if is_new and has_seat:
         if state.phase in ACTIVE:  # its processes died with the executor before
             suspicion = Suspicion(rule=EXECUTOR_RESTARTED, node=event.node, detail="its executor came back as another process")
-            state = _suspended(state, event.at_s, (suspicion,), state.best_step)
+            state = suspended(state, event.at_s, (suspicion,), state.best_step)
         state = state.model_copy(update={"idle": state.idle | {event.node}})
     return state
 
@@ -144,36 +149,18 @@ def _lost(state: State, event: Lost, config: ClusterConfig) -> State:
     if node is None or node.incarnation != event.incarnation or node.lost_at_s is not None:
         return state
     if node.status == NodeStatus.EVICTED:
-        return _moved(state, event.node, NodeStatus.EVICTED, lost_at_s=event.at_s)
+        return moved(state, event.node, NodeStatus.EVICTED, lost_at_s=event.at_s)
     status = node.status if node.status == NodeStatus.CORDONED else NodeStatus.LOST
-    faults = (*_recent(node.faults_s, event.at_s, config), event.at_s)
-    state = _moved(state, event.node, status, lost_at_s=event.at_s, reason=event.reason, faults_s=faults)
+    faults = (*recent(node.faults_s, event.at_s, config), event.at_s)
+    state = moved(state, event.node, status, lost_at_s=event.at_s, reason=event.reason, faults_s=faults)
     if event.node in state.seats:
         if state.phase in ACTIVE:
             suspicion = Suspicion(rule=MISSED_BEATS, node=event.node, detail=event.reason)
-            state = _suspended(_reached(state, event.step), event.at_s, (suspicion,), event.step)
+            state = suspended(reached(state, event.step), event.at_s, (suspicion,), event.step)
         elif state.incident is not None and state.phase != Phase.REPLACING:
             suspicion = Suspicion(rule=MISSED_BEATS, node=event.node, detail=event.reason)
-            state = _with_incident(state, suspicions=(*state.incident.suspicions, suspicion))
+            state = with_incident(state, suspicions=(*state.incident.suspicions, suspicion))
     return state
-
-
-def _suspended(state: State, at_s: float, suspicions: tuple[Suspicion, ...], step: int) -> State:
-    """Begin an incident."""
-    is_planned = any(one.rule in (OPERATOR, GROW) for one in suspicions)
-    incident = Incident(
-        number=len(state.incidents) + 1,
-        suspicions=suspicions,
-        named=cause_nodes(suspicions),
-        step=step,
-        began_s=at_s,
-        is_planned=is_planned,
-    )
-    fruitless = state.fruitless
-    if not is_planned:
-        fruitless = 0 if state.best_step > state.last_best_step else state.fruitless + 1
-    update = {"incidents": (*state.incidents, incident), "fruitless": fruitless, "last_best_step": state.best_step, "idle": frozenset()}
-    return _to(state.model_copy(update=update), Phase.SUSPENDED, at_s)
 
 
 def _diagnosed(state: State, event: Diagnosed, config: ClusterConfig) -> State:
@@ -182,15 +169,15 @@ def _diagnosed(state: State, event: Diagnosed, config: ClusterConfig) -> State:
     gone = [one.node for one in incident.suspicions if one.rule in _OF_THE_NODE and one.node is not None]
     named = tuple(dict.fromkeys((*gone, *event.bad))) if event.bad else cause_nodes(incident.suspicions)
     findings = event.findings | event.bad
-    state = _with_incident(state, named=named, diagnosed_s=event.at_s, findings=findings)
+    state = with_incident(state, named=named, diagnosed_s=event.at_s, findings=findings)
     state = _with_faults(state, event, config)
     for name, reason in event.bad.items():
-        state = _evicted(state, name, reason, event.at_s, config)
+        state = evicted(state, name, reason, event.at_s, config)
     for name in cause_nodes(incident.suspicions):
         node = state.nodes.get(name)
-        if node is not None and node.status != NodeStatus.EVICTED and len(_recent(node.faults_s, event.at_s, config)) >= config.strikes:
-            state = _evicted(state, name, f"{config.strikes} faults within {config.strike_window_s:.0f} s", event.at_s, config)
-    return _to(state, Phase.REPLACING, event.at_s)
+        if node is not None and node.status != NodeStatus.EVICTED and len(recent(node.faults_s, event.at_s, config)) >= config.strikes:
+            state = evicted(state, name, f"{config.strikes} faults within {config.strike_window_s:.0f} s", event.at_s, config)
+    return to_phase(state, Phase.REPLACING, event.at_s)
 
 
 def _with_faults(state: State, event: Diagnosed, config: ClusterConfig) -> State:
@@ -201,29 +188,29 @@ def _with_faults(state: State, event: Diagnosed, config: ClusterConfig) -> State
         name = suspicion.node
         if name is None or not suspicion.is_primary or name in event.bad or suspicion.rule == MISSED_BEATS or name not in state.nodes:
             continue
-        faults = _recent(state.nodes[name].faults_s, event.at_s, config)
-        state = _moved(state, name, state.nodes[name].status, faults_s=(*faults, event.at_s))
+        faults = recent(state.nodes[name].faults_s, event.at_s, config)
+        state = moved(state, name, state.nodes[name].status, faults_s=(*faults, event.at_s))
     return state
 
 
 def _advanced(state: State, event: Advanced) -> State:
-    state = _reached(state, event.step).model_copy(update={"saved_step": max(state.saved_step, event.saved_step)})
+    state = reached(state, event.step).model_copy(update={"saved_step": max(state.saved_step, event.saved_step)})
     if state.phase != Phase.RESTORING:
         return state
     if state.incident is not None:
-        state = _with_incident(state, restored_s=event.at_s, resumed_step=event.step - 1)
-    return _to(state, Phase.RUNNING, event.at_s)
+        state = with_incident(state, restored_s=event.at_s, resumed_step=event.step - 1)
+    return to_phase(state, Phase.RUNNING, event.at_s)
 
 
 def _ended(state: State, event: Ended) -> State:
-    state = _reached(state, event.step)
+    state = reached(state, event.step)
     if event.is_complete:
         if state.incident is not None:
-            state = _with_incident(state, restored_s=event.at_s, resumed_step=event.step)
-        return _to(state, Phase.FINISHED, event.at_s, outcome=f"all {event.step} steps are done")
+            state = with_incident(state, restored_s=event.at_s, resumed_step=event.step)
+        return to_phase(state, Phase.FINISHED, event.at_s, outcome=f"all {event.step} steps are done")
     if state.phase == Phase.STOPPING:
-        return _to(state, Phase.STOPPED, event.at_s, outcome=f"stopped after step {event.step}")
-    return _suspended(state, event.at_s, (Suspicion(rule=EXIT, detail="all processes ended before the last step"),), event.step)
+        return to_phase(state, Phase.STOPPED, event.at_s, outcome=f"stopped after step {event.step}")
+    return suspended(state, event.at_s, (Suspicion(rule=EXIT, detail="all processes ended before the last step"),), event.step)
 
 
 def _elapsed(state: State, event: Elapsed, config: ClusterConfig) -> State:
@@ -231,31 +218,31 @@ def _elapsed(state: State, event: Elapsed, config: ClusterConfig) -> State:
     if limit is None or event.at_s < limit:
         return state
     if state.phase == Phase.SUSPENDED:
-        for name in _busy(state):
+        for name in busy(state):
             status = state.nodes[name].status
             kept = status if status in (NodeStatus.CORDONED, NodeStatus.EVICTED) else NodeStatus.LOST
             reason = "did not confirm in time that its processes are gone"
-            state = _moved(state, name, kept, lost_at_s=event.at_s - config.grace_s, reason=reason)
+            state = moved(state, name, kept, lost_at_s=event.at_s - config.grace_s, reason=reason)
         return state
     if state.phase == Phase.DIAGNOSING:
         return _diagnosed(
             state, Diagnosed(at_s=event.at_s, attempt=state.attempt, bad={}, findings={"": "the diagnosis ran out of time"}), config
         )
     if state.phase == Phase.STOPPING:
-        return _to(state, Phase.STOPPED, event.at_s, outcome=f"stopped after step {state.best_step}; not every process saved in time")
+        return to_phase(state, Phase.STOPPED, event.at_s, outcome=f"stopped after step {state.best_step}; not every process saved in time")
     return state  # REPLACING: `_onward` sees that time is up
 
 
 def _ordered(state: State, event: Ordered, config: ClusterConfig) -> State:
-    state = _reached(state, event.step)
+    state = reached(state, event.step)
     if event.action == "stop":
         if state.phase in ACTIVE:
-            return _to(state.model_copy(update={"idle": frozenset()}), Phase.STOPPING, event.at_s)
-        return state if state.phase == Phase.STOPPING else _to(state, Phase.STOPPED, event.at_s, outcome=f"stopped by {event.by}")
+            return to_phase(state.model_copy(update={"idle": frozenset()}), Phase.STOPPING, event.at_s)
+        return state if state.phase == Phase.STOPPING else to_phase(state, Phase.STOPPED, event.at_s, outcome=f"stopped by {event.by}")
     if event.action == "restart":
         if state.phase not in ACTIVE:
             return state
-        return _suspended(state, event.at_s, (Suspicion(rule=OPERATOR, detail=f"restart by {event.by}"),), event.step)
+        return suspended(state, event.at_s, (Suspicion(rule=OPERATOR, detail=f"restart by {event.by}"),), event.step)
     node = state.nodes.get(event.node or "")
     if node is None or event.node is None:
         return state
@@ -264,15 +251,15 @@ def _ordered(state: State, event: Ordered, config: ClusterConfig) -> State:
             return state
         has_seat = event.node in state.seats and node.status == NodeStatus.CORDONED
         status = NodeStatus.LOST if node.lost_at_s is not None else NodeStatus.ASSIGNED if has_seat else NodeStatus.READY
-        return _moved(state, event.node, status, reason="", faults_s=())
+        return moved(state, event.node, status, reason="", faults_s=())
     if event.action == "cordon":
-        return state if node.status == NodeStatus.EVICTED else _moved(state, event.node, NodeStatus.CORDONED, reason=f"by {event.by}")
+        return state if node.status == NodeStatus.EVICTED else moved(state, event.node, NodeStatus.CORDONED, reason=f"by {event.by}")
     if node.status == NodeStatus.EVICTED:
         return state
-    state = _moved(state, event.node, NodeStatus.EVICTED, reason=f"by {event.by}")
+    state = moved(state, event.node, NodeStatus.EVICTED, reason=f"by {event.by}")
     if event.node in state.seats and state.phase in ACTIVE:
         suspicion = Suspicion(rule=OPERATOR, node=event.node, detail=f"evicted by {event.by}")
-        state = _suspended(state, event.at_s, (suspicion,), event.step)
+        state = suspended(state, event.at_s, (suspicion,), event.step)
     return state
 
 
@@ -284,17 +271,17 @@ def _onward(state: State, at_s: float, config: ClusterConfig) -> State:
     if state.phase == Phase.SUSPENDED:
         if state.fruitless >= config.fruitless_recoveries:
             outcome = f"no step beyond {state.best_step} after {state.fruitless} recoveries"
-            return _to(state, Phase.FAILED, at_s, outcome=outcome, exit_code=EXIT_NO_PROGRESS)
-        if not _busy(state):
-            state = _with_incident(state, suspended_s=at_s)
-            state = _to(state, Phase.REPLACING if _is_planned(state) else Phase.DIAGNOSING, at_s)
-    if state.phase == Phase.STOPPING and not _busy(state):
-        return _to(state, Phase.STOPPED, at_s, outcome=f"stopped after step {state.best_step}; not every process saved")
+            return to_phase(state, Phase.FAILED, at_s, outcome=outcome, exit_code=EXIT_NO_PROGRESS)
+        if not busy(state):
+            state = with_incident(state, suspended_s=at_s)
+            state = to_phase(state, Phase.REPLACING if is_planned(state) else Phase.DIAGNOSING, at_s)
+    if state.phase == Phase.STOPPING and not busy(state):
+        return to_phase(state, Phase.STOPPED, at_s, outcome=f"stopped after step {state.best_step}; not every process saved")
     if state.phase == Phase.REPLACING:
         return _seated(state, at_s, config)
     if state.phase == Phase.RUNNING and state.shape > 0 and _can_grow(state):
         suspicion = Suspicion(rule=GROW, detail=f"{state.shapes[0].num_nodes} nodes are there again")
-        return _suspended(state, at_s, (suspicion,), state.best_step)
+        return suspended(state, at_s, (suspicion,), state.best_step)
     return state
 
 
@@ -315,7 +302,7 @@ def _seated(state: State, at_s: float, config: ClusterConfig) -> State:
         if not (config.shrink and smaller):
             need = state.shapes[0].num_nodes if not config.shrink else state.shapes[-1].num_nodes
             outcome = f"{len(usable)} nodes are left after {config.wait_s:.0f} s, {need} are needed"
-            return _to(state, Phase.FAILED, at_s, outcome=outcome, exit_code=EXIT_NO_NODES)
+            return to_phase(state, Phase.FAILED, at_s, outcome=outcome, exit_code=EXIT_NO_NODES)
         kept = [name for name in seats if name in usable]
         taken = [*kept, *(name for name in sorted(usable) if name not in kept)][: state.shapes[smaller[0]].num_nodes]
         nodes = {
@@ -324,65 +311,11 @@ def _seated(state: State, at_s: float, config: ClusterConfig) -> State:
         }
         state = state.model_copy(update={"shape": smaller[0], "seats": tuple(taken), "nodes": nodes})
     if state.incident is not None:
-        state = _with_incident(state, replaced_s=at_s)
+        state = with_incident(state, replaced_s=at_s)
     state = state.model_copy(update={"attempt": state.attempt + 1, "idle": frozenset()})
-    return _to(state, Phase.RESTORING, at_s)
+    return to_phase(state, Phase.RESTORING, at_s)
 
 
 def _can_grow(state: State) -> bool:
     usable = [node for node in state.nodes.values() if node.status in (NodeStatus.READY, NodeStatus.ASSIGNED)]
     return len(usable) >= state.shapes[0].num_nodes and state.incident is None
-
-
-def _evicted(state: State, name: str, reason: str, at_s: float, config: ClusterConfig) -> State:
-    """Evict a node, unless too many were already: then a person is asked for."""
-    node = state.nodes.get(name)
-    if node is None or node.status == NodeStatus.EVICTED:
-        return state
-    recent = _recent(state.evictions_s, at_s, config)
-    if len(recent) >= config.max_evictions:
-        alarm = f"{name} should be evicted ({reason}), but {len(recent)} nodes were within {config.strike_window_s:.0f} s; evict it by hand"
-        return state if alarm in state.alarms else state.model_copy(update={"alarms": (*state.alarms, alarm)})
-    state = _moved(state, name, NodeStatus.EVICTED, reason=reason)
-    incident = state.incident
-    if incident is not None:
-        state = _with_incident(state, evicted=(*incident.evicted, name))
-    return state.model_copy(update={"evictions_s": (*recent, at_s)})
-
-
-def _busy(state: State) -> list[str]:
-    """Nodes with a seat that have not confirmed yet that they are idle."""
-    held = [name for name in state.seats if name is not None]
-    return [name for name in held if name not in state.idle and state.nodes[name].lost_at_s is None]
-
-
-def _is_planned(state: State) -> bool:
-    return state.incident is not None and state.incident.is_planned
-
-
-def _recent(times_s: tuple[float, ...], at_s: float, config: ClusterConfig) -> tuple[float, ...]:
-    return tuple(time for time in times_s if time > at_s - config.strike_window_s)
-
-
-def _reached(state: State, step: int) -> State:
-    return state if step <= state.best_step else state.model_copy(update={"best_step": step})
-
-
-def _to(state: State, phase: Phase, at_s: float, outcome: str = "", exit_code: int = 0) -> State:
-    check_phase(state.phase, phase)
-    return state.model_copy(update={"phase": phase, "since_s": at_s, "outcome": outcome, "exit_code": exit_code})
-
-
-def _moved(state: State, name: str, status: NodeStatus, **update: object) -> State:
-    node = state.nodes[name]
-    check_status(node.status, status)
-    return _with_node(state, name, node.model_copy(update={"status": status, **update}))
-
-
-def _with_node(state: State, name: str, node: Node) -> State:
-    nodes: Mapping[str, Node] = {**state.nodes, name: node}
-    return state.model_copy(update={"nodes": nodes})
-
-
-def _with_incident(state: State, **update: object) -> State:
-    return state.model_copy(update={"incidents": (*state.incidents[:-1], state.incidents[-1].model_copy(update=update))})

@@ -16,8 +16,10 @@ from pydantic import Field, ValidationError
 from megascale_jax.checkpoint.channel import Channel, connect_tcp
 from megascale_jax.cluster.diagnose.checks import CHECKS, PAIR, Outcome, Wire
 from megascale_jax.cluster.diagnose.fleet import Verdict, judge_all, no_answer, plan_round
+from megascale_jax.cluster.diagnose.network import MOST_ROUNDS
 from megascale_jax.cluster.diagnose.nic import Baseline
-from megascale_jax.cluster.diagnose.request import Node, PairTask, free_ports
+from megascale_jax.cluster.diagnose.request import Node, PairTask
+from megascale_jax.cluster.ports import free_ports
 from megascale_jax.errors import UsageError
 
 JOIN_LIMIT_S = 120.0
@@ -69,7 +71,7 @@ class Meeting:
         """Meet the others, check, judge. Raises UsageError when it cannot listen. `close` tells them the end."""
         try:
             server = socket.create_server(address)
-            node = Node(address=server.getsockname()[0], ports=free_ports(server.getsockname()[0]), switch=switch)
+            node = Node(address=server.getsockname()[0], ports=free_ports(server.getsockname()[0], MOST_ROUNDS), switch=switch)
         except OSError as error:
             raise UsageError(f"process 0 cannot listen at {address[0]}:{address[1]}: {error}; give an address of its host") from error
         self.nodes[own] = node
@@ -155,7 +157,7 @@ def attend(
     channel = _join(address, secret)
     with channel:
         here = channel.local_address()
-        hello = Hello(rank=rank, host=host, node=Node(address=here, ports=free_ports(here), switch=switch)).model_dump()
+        hello = Hello(rank=rank, host=host, node=Node(address=here, ports=free_ports(here, MOST_ROUNDS), switch=switch)).model_dump()
         asked_s = time.time()
         answer = channel.ask(hello)
         offset_s = (asked_s + time.time()) / 2 - float(answer["unix_s"])

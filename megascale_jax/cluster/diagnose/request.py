@@ -1,7 +1,5 @@
 """What a node is told to check, and what it tells of itself. These travel from the driver to executors and into the probe."""
 
-import random
-import socket
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
@@ -10,9 +8,6 @@ from pydantic import Field
 from megascale_jax.cluster.diagnose.checks import Wire
 from megascale_jax.cluster.diagnose.network import MOST_ROUNDS
 from megascale_jax.cluster.diagnose.nic import Baseline
-
-PORTS = range(20000, 32000)
-"""Below the range that kernels hand out to clients."""
 
 type Port = Annotated[int, Field(ge=1, le=65535)]
 
@@ -47,20 +42,6 @@ class Options(Wire):
     baseline: Baseline = Baseline()
     cpu_devices: int = Field(default=2, ge=1, le=64)
     pair: PairTask | None = None
-
-
-def free_ports(address: str, count: int = MOST_ROUNDS) -> tuple[int, ...]:
-    """Ports that nobody listens on at an address of this host. Raises OSError when there are too few."""
-    found: list[int] = []
-    for port in random.sample(PORTS, 200):
-        try:
-            with socket.create_server((address, port)):
-                found.append(port)
-        except OSError:
-            continue
-        if len(found) == count:
-            return tuple(found)
-    raise OSError(f"{len(found)} free ports in [{PORTS.start}, {PORTS.stop}) at {address}; {count} are needed")
 
 
 def switch_of(environment: Mapping[str, str]) -> str | None:

@@ -10,7 +10,7 @@ from megascale_jax.cluster.diagnose import meeting
 from megascale_jax.cluster.diagnose.checks import Number, Outcome, outcome
 from megascale_jax.cluster.diagnose.meeting import Meeting, attend
 from megascale_jax.cluster.diagnose.nic import Baseline
-from megascale_jax.cluster.diagnose.request import free_ports
+from megascale_jax.cluster.ports import free_ports
 from megascale_jax.errors import UsageError
 
 

@@ -7,8 +7,9 @@ import pytest
 
 from megascale_jax.cluster.diagnose import on_devices
 from megascale_jax.cluster.diagnose.checks import DIGEST
-from megascale_jax.cluster.diagnose.request import Options, PairTask, free_ports
+from megascale_jax.cluster.diagnose.request import Options, PairTask
 from megascale_jax.cluster.diagnose.run import run_checks
+from megascale_jax.cluster.ports import free_ports
 
 
 @pytest.mark.parametrize(("check", "unit"), [(on_devices.gemm, "TFLOP/s"), (on_devices.copy, "GB/s"), (on_devices.all_to_all, "GB/s")])

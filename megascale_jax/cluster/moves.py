@@ -1,0 +1,94 @@
+"""Small moves of a job's state, each checked against the tables of `lifecycle.py`; `policy.py` puts them together. Pure."""
+
+from collections.abc import Mapping
+
+from megascale_jax.cluster.lifecycle import NodeStatus, Phase, check_phase, check_status
+from megascale_jax.cluster.state import Incident, Node, State, Suspicion
+from megascale_jax.config.cluster import ClusterConfig
+
+GROW = "grow"
+OPERATOR = "operator"
+
+
+def cause_nodes(suspicions: tuple[Suspicion, ...]) -> tuple[str, ...]:
+    """Nodes that the primary suspicions name, in order, each once."""
+    return tuple(dict.fromkeys(one.node for one in suspicions if one.is_primary and one.node is not None))
+
+
+def suspended(state: State, at_s: float, suspicions: tuple[Suspicion, ...], step: int) -> State:
+    """Begin an incident."""
+    saves_first = any(one.rule in (OPERATOR, GROW) for one in suspicions)
+    incident = Incident(
+        number=len(state.incidents) + 1,
+        suspicions=suspicions,
+        named=cause_nodes(suspicions),
+        step=step,
+        began_s=at_s,
+        is_planned=saves_first,
+    )
+    fruitless = state.fruitless
+    if not saves_first:
+        fruitless = 0 if state.best_step > state.last_best_step else state.fruitless + 1
+    update = {"incidents": (*state.incidents, incident), "fruitless": fruitless, "last_best_step": state.best_step, "idle": frozenset()}
+    return to_phase(state.model_copy(update=update), Phase.SUSPENDED, at_s)
+
+
+def evicted(state: State, name: str, reason: str, at_s: float, config: ClusterConfig) -> State:
+    """Evict a node, unless too many were already: then a person is asked for."""
+    node = state.nodes.get(name)
+    if node is None or node.status == NodeStatus.EVICTED:
+        return state
+    before = recent(state.evictions_s, at_s, config)
+    if len(before) >= config.max_evictions:
+        alarm = f"{name} should be evicted ({reason}), but {len(before)} nodes were within {config.strike_window_s:.0f} s; evict it by hand"
+        return state if alarm in state.alarms else state.model_copy(update={"alarms": (*state.alarms, alarm)})
+    state = moved(state, name, NodeStatus.EVICTED, reason=reason)
+    incident = state.incident
+    if incident is not None:
+        state = with_incident(state, evicted=(*incident.evicted, name))
+    return state.model_copy(update={"evictions_s": (*before, at_s)})
+
+
+def busy(state: State) -> list[str]:
+    """Nodes with a seat that have not confirmed yet that they are idle."""
+    held = [name for name in state.seats if name is not None]
+    return [name for name in held if name not in state.idle and state.nodes[name].lost_at_s is None]
+
+
+def is_planned(state: State) -> bool:
+    """Whether the incident at hand is an operator's or the job growing back: processes save first."""
+    return state.incident is not None and state.incident.is_planned
+
+
+def recent(times_s: tuple[float, ...], at_s: float, config: ClusterConfig) -> tuple[float, ...]:
+    """Those within the window in which faults count."""
+    return tuple(time for time in times_s if time > at_s - config.strike_window_s)
+
+
+def reached(state: State, step: int) -> State:
+    """With a step that was done."""
+    return state if step <= state.best_step else state.model_copy(update={"best_step": step})
+
+
+def to_phase(state: State, phase: Phase, at_s: float, outcome: str = "", exit_code: int = 0) -> State:
+    """In another phase, from now on. Raises IllegalMoveError."""
+    check_phase(state.phase, phase)
+    return state.model_copy(update={"phase": phase, "since_s": at_s, "outcome": outcome, "exit_code": exit_code})
+
+
+def moved(state: State, name: str, status: NodeStatus, **update: object) -> State:
+    """With a node in another status, and more of it changed. Raises IllegalMoveError."""
+    node = state.nodes[name]
+    check_status(node.status, status)
+    return with_node(state, name, node.model_copy(update={"status": status, **update}))
+
+
+def with_node(state: State, name: str, node: Node) -> State:
+    """With a node as it is now."""
+    nodes: Mapping[str, Node] = {**state.nodes, name: node}
+    return state.model_copy(update={"nodes": nodes})
+
+
+def with_incident(state: State, **update: object) -> State:
+    """With more known of the newest incident."""
+    return state.model_copy(update={"incidents": (*state.incidents[:-1], state.incidents[-1].model_copy(update=update))})

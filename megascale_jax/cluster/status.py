@@ -1,0 +1,36 @@
+"""A job as JSON values, for people and programs that ask."""
+
+from megascale_jax.cluster.driver import Driver
+from megascale_jax.cluster.state import State
+from megascale_jax.cluster.story import summed_up
+
+_SHOWN = 20
+"""Incidents in a status: an answer has a limited size, and the journal has them all."""
+
+
+def status_of(driver: Driver) -> dict[str, object]:
+    """Phase, nodes with what their processes do, the newest incidents, alarms."""
+    state: State = driver.state
+    return {
+        "now_s": driver.clock.now(),
+        "phase": state.phase.value,
+        "attempt": state.attempt,
+        "step": driver.step,
+        "steps": driver.total_steps,
+        "seats": list(state.seats),
+        "nodes": {
+            name: {
+                "status": node.status.value,
+                "reason": node.reason,
+                "silent_s": None if name not in driver.beats else round(driver.silent_s(name), 1),
+                "processes": [process.model_dump(exclude={"log"}) for process in driver.beats[name].processes]
+                if name in driver.beats
+                else [],
+            }
+            for name, node in state.nodes.items()
+        },
+        "num_incidents": len(state.incidents),
+        "incidents": [incident.model_dump(mode="json") | {"text": summed_up(incident)} for incident in state.incidents[-_SHOWN:]],
+        "alarms": list(state.alarms),
+        "outcome": state.outcome,
+    }
