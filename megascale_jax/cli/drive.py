@@ -107,6 +107,23 @@ def drive(
     _end(driver.state, say)
 
 
+def execute(
+    command: Annotated[list[str], typer.Argument(help="argv of a training process, after --", show_default=False)],
+    driver: Annotated[str, typer.Option(metavar="HOST:PORT", help="where the driver listens", show_default=False)],
+    security: Annotated[Path, typer.Option(help="made by `megascale certs init`; the token is FOLDER/tokens/NODE", show_default=False)],
+    node: Annotated[str, typer.Option(help="name of this node in the job", show_default=False)],
+    folder: Annotated[Path, typer.Option(help="of this node, on a local disk: logs, marks", show_default=False)],
+) -> None:
+    """Be the executor of this node: start, watch and stop its training process as a driver wants it.
+
+    The local backend starts its executors by itself; start one by hand where a supervisor must own it, such as
+    `megascale execute --driver HOST:PORT --security DIR --node node-3 --folder /scratch/node-3 -- megascale train gpt-13b`.
+    """
+    from megascale_jax.cluster.executor_process import main
+
+    main(["--driver", driver, "--security", str(security), "--node", node, "--folder", str(folder), "--", *command])
+
+
 def _end(state: "State", say: Callable[[str], None]) -> None:
     """The last words, and the exit code."""
     if state.phase not in ENDS:

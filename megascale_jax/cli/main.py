@@ -44,6 +44,7 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("drive")(drive.drive)
+app.command("execute")(drive.execute)
 app.add_typer(job.app, name="job")
 app.command("drill")(drill.drill)
 app.command("sample")(sample.sample)

@@ -23,7 +23,7 @@ from megascale_jax.cluster.lifecycle import ENDS, NodeStatus, Phase
 from megascale_jax.cluster.messages import Beat, Desired, Diagnosis, Hello
 from megascale_jax.cluster.policy import ACTIVE, apply, deadline, desired, first_state, looks_again_at
 from megascale_jax.cluster.reports import ProcessReport
-from megascale_jax.cluster.state import Advanced, Anomaly, Elapsed, Ended, Event, Idle, Joined, Lost, Shape, Suspicion
+from megascale_jax.cluster.state import Advanced, Anomaly, Elapsed, Ended, Event, Idle, Joined, Lost, Shape, State, Suspicion
 from megascale_jax.cluster.story import told
 from megascale_jax.config.cluster import ClusterConfig
 from megascale_jax.errors import MegascaleError
@@ -73,6 +73,8 @@ class Driver:
         """Given up because their processes did not end; they come back once these have."""
         self._heard_s = {name: now for name, node in self.state.nodes.items() if node.lost_at_s is None}
         self._told: dict[str, tuple[Desired, float]] = {}
+        self._told_state: State | None = None
+        self._tell_again_s = now
         self._first_finding_s: float | None = None
         self._said: set[tuple[int, str, str | None]] = set()
         self._advanced = (0, 0, now)
@@ -110,6 +112,7 @@ class Driver:
             self.record(Joined(at_s=self.clock.now(), node=name, incarnation=hello.incarnation, address=hello.address, ports=hello.ports))
         self.software[name] = hello.software
         self._told.pop(name, None)
+        self._told_state = None
         if self.config.rules.software != "off":
             self._observe(odd_software(self.software))
 
@@ -152,6 +155,9 @@ class Driver:
     def tell(self) -> None:
         """Say to each node what it should be doing, when that is new or was said a while ago."""
         now = self.clock.now()
+        if self.state is self._told_state and self.examination is None and now < self._tell_again_s:
+            return
+        self._told_state, self._tell_again_s = self.state, now + _REPEAT_S
         for name, node in self.state.nodes.items():
             if node.lost_at_s is not None:
                 continue
@@ -159,7 +165,7 @@ class Driver:
             if self.examination is not None:
                 wanted = wanted.model_copy(update={"diagnosis": self.examination.order(name)})
             said = self._told.get(name)
-            if said is None or said[0] != wanted or now > said[1] + _REPEAT_S:
+            if said is None or said[0] != wanted or now >= said[1] + _REPEAT_S:
                 self._told[name] = (wanted, now)
                 self._outbox(name, wanted)
 
