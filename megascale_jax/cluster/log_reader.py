@@ -8,7 +8,6 @@ opened it for appending.
 import contextlib
 import os
 import re
-import shutil
 from pathlib import Path
 
 from megascale_jax.cluster.keywords import Keyword, keyword_of
@@ -78,8 +77,10 @@ class LogReader:
     def _empty(self) -> None:
         first = self._path.with_suffix(".first.log")
         if not first.exists():
-            with contextlib.suppress(OSError):  # a full disk, which is a reason more to empty it
-                shutil.copyfile(self._path, first)
+            with contextlib.suppress(OSError), first.open("xb") as copy:  # a full disk is a reason more to empty it
+                begin = 0  # not to its end, which a process that floods it moves as fast as it is copied
+                while begin < KEEP_BYTES and (content := os.pread(self._file.fileno(), min(READ_BYTES, KEEP_BYTES - begin), begin)):
+                    begin += copy.write(content)
         os.ftruncate(self._file.fileno(), 0)
         self._offset = 0
 
