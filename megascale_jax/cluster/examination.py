@@ -36,6 +36,7 @@ class Examination:
         self._round = secrets.randbelow(1 << 40) * _ROUNDS
         self._tasks: dict[str, PairTask] = {}
         self._waiting = set(nodes)
+        self._gone: set[str] = set()
 
     def order(self, name: str) -> DiagnosisOrder | None:
         """What a node should check now; ``None`` for one that has no part in it."""
@@ -60,7 +61,8 @@ class Examination:
             self._round += 1
 
     def lost(self, name: str) -> None:
-        """A node went away meanwhile."""
+        """A node went away meanwhile: that it did not answer is no word on what it is; its loss is dealt with as such."""
+        self._gone.add(name)
         if name in self._waiting:
             checks: Sequence[str] = (PAIR,) if self._tasks else QUICK[:1]
             outcomes = tuple(no_answer(check, self._tasks.get(name)).model_dump(mode="json") for check in checks)
@@ -74,6 +76,8 @@ class Examination:
         bad: dict[str, str] = {}
         suspects = [*verdict.suspects]
         for finding in verdict.bad:
+            if finding.node in self._gone:
+                continue
             if (
                 self._share_machines
                 and finding.check in CHECKS

@@ -147,6 +147,14 @@ def test_a_bad_node_found_by_its_checks_is_evicted(world) -> None:
     assert world.driver.state.seats == ("node-0", "node-1", "node-4", "node-3")
 
 
+def test_a_node_that_goes_away_during_a_diagnosis_is_not_bad(world) -> None:
+    world.crash("node-2")
+    assert world.run(30, lambda: world.driver.examination is not None)
+    world.kill_executor("node-1")
+    world.until_step(20)
+    assert not any(node.status == NodeStatus.EVICTED for node in world.driver.state.nodes.values())
+
+
 def test_it_shrinks_and_grows_back(tmp_path) -> None:
     shapes = (Shape(num_nodes=2), Shape(num_nodes=1, overrides=("parallel.data=1",)))
     world = World(tmp_path, CONFIG.model_copy(update={"shrink": True, "wait_s": 10.0}), nodes=2, spares=0, shapes=shapes)
