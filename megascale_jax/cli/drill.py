@@ -82,7 +82,8 @@ def drill(
     Kinds: process_killed, process_halted, executor_killed, executor_halted, beats_delayed, driver_killed, node_down, checkpoint_corrupt.
     Exit code 0: every fault was healed, the right node was named, no healthy one was evicted, all losses are as without faults; else 1.
     """
-    from megascale_jax.cluster.drill import KINDS, Drill, draw, losses, summary
+    from megascale_jax.cluster.drill import Drill, losses, summary
+    from megascale_jax.cluster.faults import KINDS, draw
     from megascale_jax.observe.report import check_json_path, write_json
 
     check_json_path(json)

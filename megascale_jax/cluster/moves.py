@@ -8,6 +8,8 @@ from megascale_jax.config.cluster import ClusterConfig
 
 GROW = "grow"
 OPERATOR = "operator"
+EXIT_NO_PROGRESS, EXIT_NO_NODES = 20, 21
+"""Exit codes of a driver whose job failed; a supervisor should not start it again by itself."""
 
 
 def cause_nodes(suspicions: tuple[Suspicion, ...]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ Applying the journal's events to the first state gives the present one (paper se
 from megascale_jax.cluster.lifecycle import ENDS, NodeStatus, Phase
 from megascale_jax.cluster.messages import Assignment, Desired
 from megascale_jax.cluster.moves import (
+    EXIT_NO_PROGRESS,
     GROW,
     OPERATOR,
     busy,
@@ -21,7 +22,7 @@ from megascale_jax.cluster.moves import (
     with_incident,
     with_node,
 )
-from megascale_jax.cluster.seats import fill
+from megascale_jax.cluster.seats import seated
 from megascale_jax.cluster.state import (
     Advanced,
     Anomaly,
@@ -44,8 +45,6 @@ ACTIVE = frozenset({Phase.RESTORING, Phase.RUNNING})
 MISSED_BEATS = "missed_beats"
 EXECUTOR_RESTARTED = "executor_restarted"
 EXIT = "exit"
-EXIT_NO_PROGRESS, EXIT_NO_NODES = 20, 21
-"""Exit codes of a driver whose job failed; a supervisor should not start it again by itself."""
 _OF_THE_NODE = frozenset({MISSED_BEATS, EXECUTOR_RESTARTED})
 """Rules that leave no doubt about which node it was."""
 
@@ -278,42 +277,11 @@ def _onward(state: State, at_s: float, config: ClusterConfig) -> State:
     if state.phase == Phase.STOPPING and not busy(state):
         return to_phase(state, Phase.STOPPED, at_s, outcome=f"stopped after step {state.best_step}; not every process saved")
     if state.phase == Phase.REPLACING:
-        return _seated(state, at_s, config)
+        return seated(state, at_s, config)
     if state.phase == Phase.RUNNING and state.shape > 0 and _can_grow(state):
         suspicion = Suspicion(rule=GROW, detail=f"{state.shapes[0].num_nodes} nodes are there again")
         return suspended(state, at_s, (suspicion,), state.best_step)
     return state
-
-
-def _seated(state: State, at_s: float, config: ClusterConfig) -> State:
-    """Fill the seats; on with the next attempt when all are taken, with fewer when the time is up and it may be."""
-    seats, waits = fill(state, at_s, config)
-    nodes = dict(state.nodes)
-    for name, node in nodes.items():
-        if node.status in (NodeStatus.READY, NodeStatus.ASSIGNED):
-            nodes[name] = node.model_copy(update={"status": NodeStatus.ASSIGNED if name in seats else NodeStatus.READY})
-    shape = 0 if len(seats) == state.shapes[0].num_nodes else state.shape
-    state = state.model_copy(update={"seats": seats, "nodes": nodes, "shape": shape})
-    if waits or None in seats:
-        if at_s < state.since_s + config.wait_s:
-            return state
-        usable = [name for name, node in nodes.items() if node.status in (NodeStatus.READY, NodeStatus.ASSIGNED)]
-        smaller = [index for index, shape in enumerate(state.shapes) if shape.num_nodes <= len(usable)]
-        if not (config.shrink and smaller):
-            need = state.shapes[0].num_nodes if not config.shrink else state.shapes[-1].num_nodes
-            outcome = f"{len(usable)} nodes are left after {config.wait_s:.0f} s, {need} are needed"
-            return to_phase(state, Phase.FAILED, at_s, outcome=outcome, exit_code=EXIT_NO_NODES)
-        kept = [name for name in seats if name in usable]
-        taken = [*kept, *(name for name in sorted(usable) if name not in kept)][: state.shapes[smaller[0]].num_nodes]
-        nodes = {
-            name: node.model_copy(update={"status": NodeStatus.ASSIGNED if name in taken else NodeStatus.READY}) if name in usable else node
-            for name, node in nodes.items()
-        }
-        state = state.model_copy(update={"shape": smaller[0], "seats": tuple(taken), "nodes": nodes})
-    if state.incident is not None:
-        state = with_incident(state, replaced_s=at_s)
-    state = state.model_copy(update={"attempt": state.attempt + 1, "idle": frozenset()})
-    return to_phase(state, Phase.RESTORING, at_s)
 
 
 def _can_grow(state: State) -> bool:

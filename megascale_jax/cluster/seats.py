@@ -1,6 +1,7 @@
 """Which node gets which rank: survivors keep theirs, so that what their hosts hold in memory fits them; spares fill the holes."""
 
-from megascale_jax.cluster.lifecycle import NodeStatus
+from megascale_jax.cluster.lifecycle import NodeStatus, Phase
+from megascale_jax.cluster.moves import EXIT_NO_NODES, to_phase, with_incident
 from megascale_jax.cluster.state import Node, Shape, State
 from megascale_jax.config.cluster import ClusterConfig
 
@@ -32,6 +33,37 @@ def fill(state: State, at_s: float, config: ClusterConfig) -> tuple[tuple[str | 
     if state.attempt == 0 and None not in seats:
         seats.sort(key=lambda name: _natural(name or ""))
     return tuple(seats), waits
+
+
+def seated(state: State, at_s: float, config: ClusterConfig) -> State:
+    """Fill the seats; on with the next attempt when all are taken, with fewer when the time is up and it may be."""
+    seats, waits = fill(state, at_s, config)
+    nodes = dict(state.nodes)
+    for name, node in nodes.items():
+        if node.status in (NodeStatus.READY, NodeStatus.ASSIGNED):
+            nodes[name] = node.model_copy(update={"status": NodeStatus.ASSIGNED if name in seats else NodeStatus.READY})
+    shape = 0 if len(seats) == state.shapes[0].num_nodes else state.shape
+    state = state.model_copy(update={"seats": seats, "nodes": nodes, "shape": shape})
+    if waits or None in seats:
+        if at_s < state.since_s + config.wait_s:
+            return state
+        usable = [name for name, node in nodes.items() if node.status in (NodeStatus.READY, NodeStatus.ASSIGNED)]
+        smaller = [index for index, shape in enumerate(state.shapes) if shape.num_nodes <= len(usable)]
+        if not (config.shrink and smaller):
+            need = state.shapes[0].num_nodes if not config.shrink else state.shapes[-1].num_nodes
+            outcome = f"{len(usable)} nodes are left after {config.wait_s:.0f} s, {need} are needed"
+            return to_phase(state, Phase.FAILED, at_s, outcome=outcome, exit_code=EXIT_NO_NODES)
+        kept = [name for name in seats if name in usable]
+        taken = [*kept, *(name for name in sorted(usable) if name not in kept)][: state.shapes[smaller[0]].num_nodes]
+        nodes = {
+            name: node.model_copy(update={"status": NodeStatus.ASSIGNED if name in taken else NodeStatus.READY}) if name in usable else node
+            for name, node in nodes.items()
+        }
+        state = state.model_copy(update={"shape": smaller[0], "seats": tuple(taken), "nodes": nodes})
+    if state.incident is not None:
+        state = with_incident(state, replaced_s=at_s)
+    state = state.model_copy(update={"attempt": state.attempt + 1, "idle": frozenset()})
+    return to_phase(state, Phase.RESTORING, at_s)
 
 
 def shapes_of(

@@ -14,6 +14,7 @@ with one of a few words. Nothing else is accepted, and what is not accepted ends
 import asyncio
 import secrets
 import struct
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Any, cast
@@ -107,7 +108,7 @@ class Goodbye(BaseModel):
     why: Word
 
 
-class Framed(asyncio.BufferedProtocol):
+class Framed(asyncio.BufferedProtocol, ABC):
     """One end of a connection: cuts frames out of the stream and checks their order; `frame` and `fault` are the subclass's.
 
     TLS is decrypted straight into this buffer, which is small and grows to a large frame only while that arrives.
@@ -125,13 +126,13 @@ class Framed(asyncio.BufferedProtocol):
         self._buffer = memoryview(bytearray(_SMALL_BUFFER))
         self._begin = self._filled = 0
 
+    @abstractmethod
     def frame(self, kind: Kind, content: bytes) -> None:
         """A complete frame in its order. May raise `Fault`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fault(self, fault: Fault) -> None:
         """The other end broke the rules."""
-        raise NotImplementedError
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The TLS handshake is done."""
