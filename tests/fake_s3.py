@@ -5,7 +5,7 @@ import threading
 import time
 import urllib.parse
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from xml.sax.saxutils import escape
@@ -45,6 +45,35 @@ def _listing(store: FakeS3, query: dict[str, list[str]]) -> bytes:
     ).encode()
 
 
+def _respond(store: FakeS3, command: str, key: str, query: str, asked: Mapping[str, str], body: bytes) -> tuple[int, bytes, dict[str, str]]:
+    """Status, content and headers of one request for the bucket or for an object in it."""
+    there = f'"{hashlib.md5(store.objects[key]).hexdigest()}"' if key in store.objects else None
+    if command == "PUT":
+        if (asked.get("If-None-Match") == "*" and there) or asked.get("If-Match", there) != there:
+            return 412, b"<Error><Code>PreconditionFailed</Code></Error>", {}
+        if len(store.written) == store.refuse_after_writes:
+            return 403, b"<Error><Code>AccessDenied</Code></Error>", {}
+        store.written.append(key)
+        store.objects[key] = body
+        return 200, b"", {"ETag": f'"{hashlib.md5(body).hexdigest()}"'}
+    if command == "DELETE":
+        store.objects.pop(key, None)
+        return 204, b"", {}
+    if not key:
+        return 200, _listing(store, urllib.parse.parse_qs(query)), {"x_amz_bucket_region": "us-east-1"}
+    if there is None:
+        return 404, b"<Error><Code>NoSuchKey</Code></Error>", {}
+    content, wanted = store.objects[key], asked.get("Range")
+    if wanted is None:
+        return 200, content, {"ETag": there}
+    first, _, last = wanted.removeprefix("bytes=").partition("-")
+    begin = int(first) if first else len(content) - int(last)
+    if begin >= len(content):
+        return 416, b"<Error><Code>InvalidRange</Code></Error>", {}
+    end = min(int(last) if last and first else len(content) - 1, len(content) - 1)
+    return 206, content[begin : end + 1], {"ETag": there, "Content_Range": f"bytes {begin}-{end}/{len(content)}"}
+
+
 @contextmanager
 def fake_s3() -> Iterator[tuple[str, FakeS3]]:
     """Serve an empty bucket called ``bucket``; its address and its content."""
@@ -79,33 +108,8 @@ def fake_s3() -> Iterator[tuple[str, FakeS3]]:
                     return self._answer(status, b"<Error><Code>AccessDenied</Code></Error>")
                 if not parsed.path.startswith("/bucket"):
                     return self._answer(404, b"<Error><Code>NoSuchBucket</Code></Error>")
-                if self.command == "PUT":
-                    there = f'"{hashlib.md5(store.objects[key]).hexdigest()}"' if key in store.objects else None
-                    if (self.headers.get("If-None-Match") == "*" and there) or self.headers.get("If-Match", there) != there:
-                        return self._answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
-                    if len(store.written) == store.refuse_after_writes:
-                        return self._answer(403, b"<Error><Code>AccessDenied</Code></Error>")
-                    store.written.append(key)
-                    store.objects[key] = body
-                    return self._answer(200, ETag=f'"{hashlib.md5(body).hexdigest()}"')
-                if self.command == "DELETE":
-                    store.objects.pop(key, None)
-                    return self._answer(204)
-                if not key:
-                    return self._answer(200, _listing(store, urllib.parse.parse_qs(parsed.query)), x_amz_bucket_region="us-east-1")
-                if key not in store.objects:
-                    return self._answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
-                content = store.objects[key]
-                tag = f'"{hashlib.md5(content).hexdigest()}"'
-                wanted = self.headers.get("Range")
-                if wanted is None:
-                    return self._answer(200, content, ETag=tag)
-                first, _, last = wanted.removeprefix("bytes=").partition("-")
-                begin = int(first) if first else len(content) - int(last)
-                if begin >= len(content):
-                    return self._answer(416, b"<Error><Code>InvalidRange</Code></Error>")
-                end = min(int(last) if last and first else len(content) - 1, len(content) - 1)
-                return self._answer(206, content[begin : end + 1], ETag=tag, Content_Range=f"bytes {begin}-{end}/{len(content)}")
+                status, content, headers = _respond(store, self.command, key, parsed.query, self.headers, body)
+                return self._answer(status, content, **headers)
 
         do_GET = do_PUT = do_DELETE = do_HEAD = _handle
 

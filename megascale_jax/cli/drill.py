@@ -11,26 +11,33 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+from megascale_jax.cli.drive import say
 from megascale_jax.cli.job import ask_driver, wide_console
 from megascale_jax.cluster.backends.local import NODES_FOLDER, end_executors
 from megascale_jax.config.cluster import JOB_FOLDER
 from megascale_jax.errors import MegascaleError, UsageError
 
 END_S = 60.0
+REFERENCE_LIMIT_S = 7200.0
+_OVERRIDES = (
+    *("train.steps=100000", "train.checkpoint.every=5", "train.evaluation.every=null", "train.checkpoint.keep=3"),
+    *("cluster.strikes=1000", "cluster.fruitless_recoveries=50"),
+)
+"""A run without an end; one node may be hit again and again without being bad."""
 
 
 class DrivenJob:
     """A local job of the drill's own."""
 
-    def __init__(self, folder: Path, command: list[str], log: Path):
-        self.folder, self._command, self._log = folder, command, log
+    def __init__(self, folder: Path, command: list[str]):
+        self.folder, self._command = folder, command
+        self.log = folder.parent / f"{folder.name}.driver.log"
         self._driver: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start the driver, as a user would."""
-        with self._log.open("ab") as log:
+        with self.log.open("ab") as log:
             self._driver = subprocess.Popen(
                 self._command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
             )
@@ -38,7 +45,7 @@ class DrivenJob:
     def status(self) -> dict[str, Any] | None:
         """What the driver says; ``None`` while there is none."""
         if self._driver is not None and (code := self._driver.poll()) is not None:
-            raise UsageError(f"the driver ended with code {code}; its words are in {self._log}")
+            raise UsageError(f"the driver ended with code {code}; its words are in {self.log}")
         try:
             return ask_driver(self.folder, None, "status").status
         except (MegascaleError, OSError):
@@ -88,23 +95,14 @@ def drill(
 
     check_json_path(json)
     chosen = _scenario(scenario, KINDS) if scenario is not None else draw(faults, seed)
-    console = wide_console()
-
-    def say(text: str) -> None:
-        console.print(Text(f"{time.strftime('%H:%M:%S')} {text}"))
-
     with tempfile.TemporaryDirectory(prefix="megascale-drill-", ignore_cleanup_errors=True) as temporary:
         place = (run_folder or Path(temporary) / "run").absolute()
-        log = place.parent / f"{place.name}.driver.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        overrides = ["train.steps=100000", "train.checkpoint.every=5", "train.evaluation.every=100000", "train.checkpoint.keep=3"]
-        overrides += ["cluster.lost_after_s=5", "cluster.grace_s=5", "cluster.strikes=1000", "cluster.fruitless_recoveries=50"]
-        command = [sys.executable, "-m", "megascale_jax.cli.main", "drive", experiment, *overrides]
-        job = DrivenJob(place, [*command, "--nodes", str(nodes), "--spares", str(spares), "--run-folder", str(place)], log)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "megascale_jax.cli.main", "drive", experiment, *_OVERRIDES, "--nodes", str(nodes)]
+        job = DrivenJob(place, [*command, "--spares", str(spares), "--run-folder", str(place)])
+        say(f"{len(chosen)} faults for {experiment} on {nodes} nodes and {spares} spares; the driver's words: {job.log}")
+        run, broken = Drill(job, say), ""
         job.start()
-        say(f"{len(chosen)} faults for {experiment} on {nodes} nodes and {spares} spares; the driver's words: {log}")
-        run = Drill(job, say)
-        broken = ""
         try:
             for kind, choice in chosen:
                 run.run(kind, choice, pause_s)
@@ -115,19 +113,12 @@ def drill(
             job.end()
         found = summary(run.records) | {"ended_early": broken}
         if reference and not broken:
-            found["loss_bit_equal"], found["steps_compared"] = _compared(
-                losses(place), command, nodes, place.parent / "reference", log, say, losses
-            )
-        _show(console, found)
+            found |= _compared(losses(place), command, place.parent / "reference")
+        _show(wide_console(), found)
         if json is not None:
             write_json(json, found)
-    good = (
-        not broken
-        and found["recovered"] == found["injected"]
-        and found["right_node_named"] == found["nodes_to_name"]
-        and not found["healthy_evicted"]
-    )
-    if not (good and found.get("loss_bit_equal", True)):
+    healed = found["recovered"] == found["injected"] and found["right_node_named"] == found["nodes_to_name"]
+    if broken or not healed or found["healthy_evicted"] or not found.get("loss_bit_equal", True):
         raise typer.Exit(1)
 
 
@@ -150,23 +141,26 @@ def _scenario(path: Path, kinds: Any) -> list[tuple[str, int]]:
     return chosen
 
 
-def _compared(broken: Any, command: list[str], nodes: int, folder: Path, log: Path, say: Any, losses: Any) -> tuple[bool, int]:
+def _compared(broken: dict[int, float | None], command: list[str], folder: Path) -> dict[str, Any]:
     """Whether the same steps without faults have the same losses, and how many were compared."""
+    from megascale_jax.cluster.drill import losses
+
     steps = max(broken)
     say(f"the same {steps} steps without faults")
-    overrides = [word if not word.startswith("train.evaluation") else "train.evaluation.every=null" for word in command]
-    whole = DrivenJob(folder, [*overrides, "--nodes", str(nodes), "--run-folder", str(folder)], log)
+    whole = DrivenJob(folder, [*command, "--run-folder", str(folder)])
     whole.start()
+    limit = time.monotonic() + REFERENCE_LIMIT_S
     try:
-        while True:
-            status = whole.status()
-            if status is not None and status["step"] > steps:
-                break
+        while (status := whole.status()) is None or status["step"] <= steps:
+            if time.monotonic() > limit:
+                raise MegascaleError(
+                    f"the run without faults did not come to step {steps} within {REFERENCE_LIMIT_S:.0f} s; see {whole.log}"
+                )
             time.sleep(1.0)
     finally:
         whole.end()
     unbroken = losses(folder)
-    return all(unbroken.get(step) == loss for step, loss in broken.items()), len(broken)
+    return {"loss_bit_equal": all(unbroken.get(step) == loss for step, loss in broken.items()), "steps_compared": len(broken)}
 
 
 def _show(console: Console, found: dict[str, Any]) -> None:

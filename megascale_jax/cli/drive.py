@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,7 +17,8 @@ from megascale_jax.config.load import load_experiment
 from megascale_jax.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megascale_jax.cluster.state import State
+    from megascale_jax.config.schema import Experiment
+    from megascale_jax.train.folder import RunFolder
 
 
 class BackendName(StrEnum):
@@ -47,11 +48,36 @@ def drive(
     Exit code 0: all steps done, or stopped by an operator; 20: no progress after several recoveries; 21: too few nodes are left;
     2: the request cannot be carried out.
     """
+    from megascale_jax.cluster.driver_process import held
+    from megascale_jax.config.layout import MeshShape
+    from megascale_jax.observe.report import check_json_path, write_json
+    from megascale_jax.train.folder import RunFolder
+
+    check_json_path(json)
+    resolved = load_experiment(experiment, overrides or [])
+    mesh = MeshShape.of(resolved.parallel).size
+    if mesh % nodes:
+        raise ConfigError(f"a mesh of {mesh} devices does not divide over {nodes} nodes; give a divisor with --nodes, or another mesh")
+    folder = RunFolder((run_folder or Path("runs") / resolved.name).absolute())
+    command = [sys.executable, "-m", "megascale_jax.cli.main", "train", experiment, *(overrides or []), "--run-folder", str(folder.path)]
+    folder.check_clear() if fresh else folder.check(resolved)
+    with held(folder.path):
+        if fresh:
+            with folder.taken(resolved, fresh=True):
+                pass
+        status = _drive(resolved, folder, command, nodes, spares, port)
+    if status is not None:
+        if json is not None:
+            write_json(json, status)
+        _end(status)
+
+
+def _drive(experiment: "Experiment", folder: "RunFolder", command: list[str], nodes: int, spares: int, port: int) -> dict[str, Any] | None:
+    """Drive the job of a folder that is ours to its end; its last status, ``None`` when it had all its steps before."""
     from megascale_jax.cluster.anomaly import Watcher
     from megascale_jax.cluster.backends.local import NODES_FOLDER, LocalBackend, local_command
     from megascale_jax.cluster.driver import Driver
     from megascale_jax.cluster.driver_process import drive as drive_job
-    from megascale_jax.cluster.driver_process import held
     from megascale_jax.cluster.job import check_command, job_folder, open_journal, port_of, secure
     from megascale_jax.cluster.journal import JournalClock
     from megascale_jax.cluster.limits import Limits
@@ -60,51 +86,32 @@ def drive(
     from megascale_jax.cluster.messages import Desired
     from megascale_jax.cluster.seats import shapes_of
     from megascale_jax.cluster.status import status_of
-    from megascale_jax.config.layout import MeshShape
-    from megascale_jax.observe.report import check_json_path, write_json
-    from megascale_jax.train.folder import RunFolder
 
-    check_json_path(json)
-    resolved = load_experiment(experiment, overrides or [])
-    parallel, config = resolved.parallel, resolved.cluster
-    mesh = MeshShape.of(parallel).size
-    if mesh % nodes:
-        raise ConfigError(f"a mesh of {mesh} devices does not divide over {nodes} nodes; give a divisor with --nodes, or another mesh")
-    folder = RunFolder((run_folder or Path("runs") / resolved.name).absolute())
-    console = Console()
-
-    def say(text: str) -> None:
-        console.print(Text(f"{time.strftime('%H:%M:%S')} {text}"), soft_wrap=True)
-
-    place = job_folder(folder.path)
+    place, parallel, config = job_folder(folder.path), experiment.parallel, experiment.cluster
     names = tuple(f"node-{number}" for number in range(nodes + spares))
-    rows, micro_batch_size = resolved.train.global_batch_size, parallel.micro_batch_size
-    shapes = shapes_of(nodes, parallel.data, mesh, rows, micro_batch_size, parallel.pipe, shrink=config.shrink)
-    command = [sys.executable, "-m", "megascale_jax.cli.main", "train", experiment, *(overrides or []), "--run-folder", str(folder.path)]
-    folder.check_clear() if fresh else folder.check(resolved)
-    with held(folder.path):
-        if fresh:
-            with folder.taken(resolved, fresh=True):
-                pass
-        with open_journal(place, shapes, config) as journal:
-            if folder.finished(resolved) and not any(True for _ in journal.events()):
-                console.print(f"{folder.path} has all its steps; extend it with train.steps=N, or start anew with --fresh")
-                return
-            check_command(journal, command)
-            security = secure(place, names)
-            listen = ("127.0.0.1", port_of(journal, port))
-            machines = LocalBackend(place / NODES_FOLDER, local_command(listen, security, command))
-            watcher = Watcher(config, Limits.of(config, journal.fact("limits")))
-            clock = JournalClock(max((event.at_s for event in journal.events()), default=0.0))
+    shapes = shapes_of(nodes, parallel, experiment.train.global_batch_size, shrink=config.shrink)
+    with open_journal(place, shapes, config) as journal:
+        events = list(journal.events())
+        if folder.finished(experiment) and not events:
+            say(f"{folder.path} has all its steps; extend it with train.steps=N, or start anew with --fresh")
+            return None
+        check_command(journal, command)
+        security = secure(place, names)
+        listen = ("127.0.0.1", port_of(journal, port))
+        machines = LocalBackend(place / NODES_FOLDER, local_command(listen, security, command))
+        watcher = Watcher(config, Limits.of(config, journal.fact("limits")))
+        clock = JournalClock(max((event.at_s for event in events), default=0.0))
 
-            def make(send: Callable[[str, Desired], None]) -> Driver:
-                return Driver(journal, config, shapes, names, resolved.train.steps, machines, watcher, clock, send, say)
+        def make(send: Callable[[str, Desired], None]) -> Driver:
+            return Driver(journal, config, shapes, names, experiment.train.steps, machines, watcher, clock, send, say)
 
-            rule = Rule() if config.two_persons else Rule(frozenset())
-            driver = asyncio.run(drive_job(place, Security.load(security, role="driver"), listen, make, rule, say))
-            if json is not None:
-                write_json(json, status_of(driver))
-    _end(driver.state, say)
+        rule = Rule() if config.two_persons else Rule(frozenset())
+        return status_of(asyncio.run(drive_job(place, Security.load(security, role="driver"), listen, make, rule, say)))
+
+
+def say(text: str) -> None:
+    """A line of a driver or a drill, with the time."""
+    Console().print(Text(f"{time.strftime('%H:%M:%S')} {text}"), soft_wrap=True)
 
 
 def execute(
@@ -124,11 +131,11 @@ def execute(
     main(["--driver", driver, "--security", str(security), "--node", node, "--folder", str(folder), "--", *command])
 
 
-def _end(state: "State", say: Callable[[str], None]) -> None:
+def _end(status: dict[str, Any]) -> None:
     """The last words, and the exit code."""
-    if state.phase not in ENDS:
+    if status["phase"] not in ENDS:
         say("this driver left before every process had saved; they go on saving, and the same command finishes the stop")
         raise typer.Exit(1)
-    if state.phase == Phase.FAILED:
-        Console(stderr=True, soft_wrap=True).print(Text.assemble(("failed: ", "bold red"), state.outcome))
-        raise typer.Exit(state.exit_code)
+    if status["phase"] == Phase.FAILED:
+        Console(stderr=True, soft_wrap=True).print(Text.assemble(("failed: ", "bold red"), status["outcome"]))
+        raise typer.Exit(status["exit_code"])

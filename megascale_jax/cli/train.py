@@ -75,18 +75,23 @@ def train(
         if processes.index == 0:
             _show_start(console, resolved, folder, trainer.peak)
         outcome = trainer.run(stop)
-    if processes.index != 0:
+    if processes.index == 0:
+        _show_outcome(console, resolved, folder, outcome, command, processes.count)
+        if json is not None and outcome.summary is not None:
+            write_json(json, outcome.summary)
+
+
+def _show_outcome(
+    console: Console, experiment: "Experiment", folder: "RunFolder", outcome: "Outcome", command: str, processes: int
+) -> None:
+    if outcome.summary is not None:
+        _show_end(console, experiment, folder, outcome, command, processes)
         return
-    if outcome.summary is None:
-        saved = "nothing is saved" if outcome.saved is None else f"saved: {folder.storage(resolved).url}/{outcome.saved}"
-        lost = "" if outcome.saved == outcome.step else " (later steps are lost: see the errors above)"
-        console.print(
-            Text(f"Stopped after step {outcome.step} of {resolved.train.steps}; {saved}{lost}\nGo on with: {command}"), soft_wrap=True
-        )
-        return
-    _show_end(console, resolved, folder, outcome, command, processes.count)
-    if json is not None:
-        write_json(json, outcome.summary)
+    saved = "nothing is saved" if outcome.saved is None else f"saved: {folder.storage(experiment).url}/{outcome.saved}"
+    lost = "" if outcome.saved == outcome.step else " (later steps are lost: see the errors above)"
+    console.print(
+        Text(f"Stopped after step {outcome.step} of {experiment.train.steps}; {saved}{lost}\nGo on with: {command}"), soft_wrap=True
+    )
 
 
 def _show_start(console: Console, experiment: "Experiment", folder: "RunFolder", peak: float) -> None:

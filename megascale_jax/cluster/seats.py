@@ -4,6 +4,7 @@ from megascale_jax.cluster.lifecycle import NodeStatus, Phase
 from megascale_jax.cluster.moves import EXIT_NO_NODES, to_phase, with_incident
 from megascale_jax.cluster.state import Node, Shape, State
 from megascale_jax.config.cluster import ClusterConfig
+from megascale_jax.config.schema import ParallelConfig
 
 
 def fill(state: State, at_s: float, config: ClusterConfig) -> tuple[tuple[str | None, ...], bool]:
@@ -66,19 +67,18 @@ def seated(state: State, at_s: float, config: ClusterConfig) -> State:
     return to_phase(state, Phase.RESTORING, at_s)
 
 
-def shapes_of(
-    num_nodes: int, data: int, mesh_size: int, rows: int, micro_batch_size: int, stages: int, *, shrink: bool
-) -> tuple[Shape, ...]:
+def shapes_of(num_nodes: int, parallel: ParallelConfig, rows: int, *, shrink: bool) -> tuple[Shape, ...]:
     """The full size and, with ``shrink``, smaller data-parallel sizes that keep the global batch, largest first.
 
-    ``mesh_size`` devices lie on ``num_nodes`` nodes, ``data`` of them along the data axis; ``rows`` of a step divide by
-    ``data * micro_batch_size``, and the micro-batches of a rank by ``stages`` (the schedule's rule).
+    The mesh lies on ``num_nodes`` nodes; the ``rows`` of a step must divide by data size and micro-batch size, and the
+    micro-batches of a rank by the pipeline stages (the schedule's rule).
     """
+    replica, micro_batch_size = parallel.pipe * parallel.tensor, parallel.micro_batch_size
     shapes = [Shape(num_nodes=num_nodes)]
-    per_node, replica = mesh_size // num_nodes, mesh_size // data
-    for smaller in range(data - 1, 0, -1) if shrink else ():
+    per_node = parallel.data * replica // num_nodes
+    for smaller in range(parallel.data - 1, 0, -1) if shrink else ():
         devices, (micro_batches, rest) = smaller * replica, divmod(rows, smaller * micro_batch_size)
-        if rest == 0 and micro_batches % stages == 0 and devices % per_node == 0 and devices // per_node < shapes[-1].num_nodes:
+        if rest == 0 and micro_batches % parallel.pipe == 0 and devices % per_node == 0 and devices // per_node < shapes[-1].num_nodes:
             shapes.append(Shape(num_nodes=devices // per_node, overrides=(f"parallel.data={smaller}",)))
     return tuple(shapes)
 

@@ -1,5 +1,7 @@
 """A job as JSON values, for people and programs that ask."""
 
+from typing import Any
+
 from megascale_jax.cluster.driver import Driver
 from megascale_jax.cluster.state import State
 from megascale_jax.cluster.story import summed_up
@@ -8,7 +10,7 @@ _SHOWN = 20
 """Incidents in a status: an answer has a limited size, and the journal has them all."""
 
 
-def status_of(driver: Driver) -> dict[str, object]:
+def status_of(driver: Driver) -> dict[str, Any]:
     """Phase, nodes with what their processes do, the newest incidents, alarms."""
     state: State = driver.state
     return {
@@ -33,4 +35,5 @@ def status_of(driver: Driver) -> dict[str, object]:
         "incidents": [incident.model_dump(mode="json") | {"text": summed_up(incident)} for incident in state.incidents[-_SHOWN:]],
         "alarms": list(state.alarms),
         "outcome": state.outcome,
+        "exit_code": state.exit_code,
     }

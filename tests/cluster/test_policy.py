@@ -22,6 +22,7 @@ from megascale_jax.cluster.state import (
     Suspicion,
 )
 from megascale_jax.config.cluster import ClusterConfig
+from megascale_jax.config.schema import ParallelConfig
 from megascale_jax.errors import RunFolderError
 
 CONFIG = ClusterConfig(grace_s=5.0, wait_s=60.0, stop_s=10.0, diagnose_s=20.0)
@@ -221,7 +222,7 @@ def test_with_too_few_nodes_it_ends_or_shrinks_and_grows_back() -> None:
     assert story.elapse().phase == Phase.FAILED
 
     shrinking = CONFIG.model_copy(update={"shrink": True})
-    shapes = shapes_of(2, data=2, mesh_size=4, rows=32, micro_batch_size=4, stages=2, shrink=True)
+    shapes = shapes_of(2, ParallelConfig(pipe=2, data=2, micro_batch_size=4), 32, shrink=True)
     assert shapes == (Shape(num_nodes=2), Shape(num_nodes=1, overrides=("parallel.data=1",)))
     story = Story(nodes=2, config=shrinking, shapes=shapes)
     story.advance(1)
