@@ -14,7 +14,6 @@ from rich.table import Table
 
 from megascale_jax.cli.drive import say
 from megascale_jax.cli.job import ask_driver, wide_console
-from megascale_jax.cluster.backends.local import NODES_FOLDER, end_executors
 from megascale_jax.config.cluster import JOB_FOLDER
 from megascale_jax.errors import MegascaleError, UsageError
 
@@ -60,6 +59,8 @@ class DrivenJob:
 
     def end(self) -> None:
         """Stop the job; with force when it does not stop by itself."""
+        from megascale_jax.cluster.backends.local import NODES_FOLDER, end_executors
+
         if self._driver is None or self._driver.poll() is not None:
             return
         self._driver.send_signal(signal.SIGTERM)

@@ -1,6 +1,5 @@
 """`megascale drive` and `megascale execute`: a run that does not stop, from the driver's and from a node's side."""
 
-import asyncio
 import sys
 import time
 from collections.abc import Callable
@@ -74,6 +73,8 @@ def drive(
 
 def _drive(experiment: "Experiment", folder: "RunFolder", command: list[str], nodes: int, spares: int, port: int) -> dict[str, Any] | None:
     """Drive the job of a folder that is ours to its end; its last status, ``None`` when it had all its steps before."""
+    import asyncio
+
     from megascale_jax.cluster.anomaly import Watcher
     from megascale_jax.cluster.backends.local import NODES_FOLDER, LocalBackend, local_command
     from megascale_jax.cluster.driver import Driver
