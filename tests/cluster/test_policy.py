@@ -241,6 +241,13 @@ def test_with_too_few_nodes_it_ends_or_shrinks_and_grows_back() -> None:
     assert story.state.shape == 0
 
 
+def test_smaller_sizes_keep_the_batch_and_the_rule_of_the_schedule() -> None:
+    three = ParallelConfig(pipe=4, data=3)
+    assert shapes_of(3, three, 12, shrink=True) == (Shape(num_nodes=3), Shape(num_nodes=1, overrides=("parallel.data=1",))), "6 % 4"
+    assert shapes_of(3, three, 24, shrink=True)[1] == Shape(num_nodes=2, overrides=("parallel.data=2",))
+    assert shapes_of(3, three, 24, shrink=False) == (Shape(num_nodes=3),)
+
+
 def test_an_executor_that_comes_back_anew_has_lost_its_processes() -> None:
     story = Story(nodes=2)
     story.advance(1)
