@@ -16,6 +16,7 @@ from megascale_jax.config.load import load_experiment
 from megascale_jax.errors import ConfigError
 
 if TYPE_CHECKING:
+    from megascale_jax.cluster.backends.base import Engine
     from megascale_jax.config.schema import Experiment
     from megascale_jax.train.folder import RunFolder
 
@@ -64,19 +65,30 @@ def drive(
         if fresh:
             with folder.taken(resolved, fresh=True):
                 pass
-        status = _drive(resolved, folder, command, nodes, spares, port)
+        status = _drive(resolved, folder, command, nodes, open_engine(backend, nodes + spares), port)
     if status is not None:
         if json is not None:
             write_json(json, status)
         _end(status)
 
 
-def _drive(experiment: "Experiment", folder: "RunFolder", command: list[str], nodes: int, spares: int, port: int) -> dict[str, Any] | None:
+def open_engine(backend: BackendName, number: int) -> "Engine":
+    """Where ``number`` nodes come from. Raises BackendError when that is not to be had here."""
+    match backend:
+        case BackendName.LOCAL:
+            from megascale_jax.cluster.backends.local import LocalEngine
+
+            return LocalEngine(number)
+
+
+def _drive(
+    experiment: "Experiment", folder: "RunFolder", command: list[str], nodes: int, engine: "Engine", port: int
+) -> dict[str, Any] | None:
     """Drive the job of a folder that is ours to its end; its last status, ``None`` when it had all its steps before."""
     import asyncio
 
     from megascale_jax.cluster.anomaly import Watcher
-    from megascale_jax.cluster.backends.local import NODES_FOLDER, LocalBackend, local_command
+    from megascale_jax.cluster.backends.base import Start
     from megascale_jax.cluster.driver import Driver
     from megascale_jax.cluster.driver_process import drive as drive_job
     from megascale_jax.cluster.job import check_command, job_folder, open_journal, port_of, secure
@@ -89,7 +101,7 @@ def _drive(experiment: "Experiment", folder: "RunFolder", command: list[str], no
     from megascale_jax.cluster.status import status_of
 
     place, parallel, config = job_folder(folder.path), experiment.parallel, experiment.cluster
-    names = tuple(f"node-{number}" for number in range(nodes + spares))
+    names = engine.names
     shapes = shapes_of(nodes, parallel, experiment.train.global_batch_size, shrink=config.shrink)
     with open_journal(place, shapes, config) as journal:
         events = list(journal.events())
@@ -97,9 +109,9 @@ def _drive(experiment: "Experiment", folder: "RunFolder", command: list[str], no
             say(f"{folder.path} has all its steps; extend it with train.steps=N, or start anew with --fresh")
             return None
         check_command(journal, command)
-        security = secure(place, names)
-        listen = ("127.0.0.1", port_of(journal, port))
-        machines = LocalBackend(place / NODES_FOLDER, local_command(listen, security, command))
+        security = secure(place, names, (engine.host,))
+        listen = (engine.host, port_of(journal, engine.host, port))
+        machines = engine.backend(Start(listen, security, place, command))
         watcher = Watcher(config, Limits.of(config, journal.fact("limits")))
         clock = JournalClock(max((event.at_s for event in events), default=0.0))
 

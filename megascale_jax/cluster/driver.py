@@ -109,7 +109,9 @@ class Driver:
         node = self.state.nodes.get(name)
         if node is None or node.incarnation != hello.incarnation or node.lost_at_s is not None:
             self.beats.pop(name, None)
-            self.record(Joined(at_s=self.clock.now(), node=name, incarnation=hello.incarnation, address=hello.address, ports=hello.ports))
+            self.record(Joined(at_s=self.clock.now(), **hello.model_dump(include={"node", "incarnation", "address", "ports", "machine"})))
+            if self.state.nodes[name].status != NodeStatus.EVICTED and node is not None and node.status == NodeStatus.EVICTED:
+                self._removed.discard(name)
         self.software[name] = hello.software
         self._told.pop(name, None)
         self._told_state = None
@@ -272,13 +274,13 @@ class Driver:
             node = self.state.nodes.get(name)
             is_evicted = node is not None and node.status == NodeStatus.EVICTED
             try:
-                if is_evicted and name not in self._removed and self._is_idle(name):
+                if node is not None and is_evicted and name not in self._removed and self._is_idle(name):
                     self._removed.add(name)
-                    self.backend.remove(name, node.reason if node is not None else "")
+                    self.backend.remove(name, node.machine, node.reason)
                 elif not is_evicted and not over and (node is None or node.lost_at_s is not None):
                     if name in self._removed:
                         self._removed.discard(name)
-                        self.backend.restore(name)
+                        self.backend.restore(name, node.machine if node is not None else "")
                     self.backend.ensure(name)
             except MegascaleError as error:
                 if self._refused.get(name) != str(error):
@@ -294,7 +296,7 @@ class Driver:
         """The job is over: end executors that did not hear of it."""
         for name in self.names:
             with suppress(MegascaleError):
-                self.backend.remove(name, "the job is over")
+                self.backend.release(name)
 
     def _processes(self) -> list[ProcessReport]:
         beats = [self.beats.get(name or "") for name in self.state.seats]

@@ -57,10 +57,10 @@ def check_command(journal: Journal, command: Sequence[str]) -> None:
     journal.keep(_COMMAND, said)
 
 
-def port_of(journal: Journal, wanted: int) -> int:
+def port_of(journal: Journal, host: str, wanted: int) -> int:
     """The port of the control link, the same for every driver of the job, since executors come back to it. ``wanted`` 0: any."""
     known = journal.fact(_PORT)
-    port = wanted or (int(known) if known else free_ports("127.0.0.1", 1)[0])
+    port = wanted or (int(known) if known else free_ports(host, 1)[0])
     journal.keep(_PORT, str(port))
     return port
 

@@ -29,6 +29,7 @@ class Hello(Message):
     address: str = Field(description="where other nodes reach this one")
     ports: tuple[int, ...] = Field(description="free ports there, for the coordinator of one attempt each")
     software: dict[str, str] = Field(description="versions that should be the same on all nodes")
+    machine: str = Field(default="", description="what it runs on; an evicted node that comes on another machine is a new one")
     attempt: int = Field(default=0, description="attempt whose processes it has")
 
 

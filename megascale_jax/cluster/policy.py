@@ -125,16 +125,19 @@ def desired(state: State, name: str, config: ClusterConfig) -> Desired:
 
 def _joined(state: State, event: Joined) -> State:
     old = state.nodes.get(event.node)
-    fresh = {"incarnation": event.incarnation, "address": event.address, "ports": event.ports, "lost_at_s": None, "reason": ""}
+    fresh = {name: getattr(event, name) for name in ("incarnation", "address", "ports", "machine")} | {"lost_at_s": None, "reason": ""}
     if old is None:
         return with_node(state, event.node, Node(status=NodeStatus.READY, **fresh))
     has_seat, is_new = event.node in state.seats, event.incarnation != old.incarnation
     status = old.status
     if status in (NodeStatus.LOST, NodeStatus.READY, NodeStatus.ASSIGNED):
         status = NodeStatus.ASSIGNED if has_seat else NodeStatus.READY
-    if status in (NodeStatus.CORDONED, NodeStatus.EVICTED):
-        fresh["reason"] = old.reason
-    state = moved(state, event.node, status, **fresh)
+    if status == NodeStatus.EVICTED and event.machine != old.machine:  # the engine has put another machine in its place
+        state = with_node(state, event.node, Node(status=NodeStatus.READY, **fresh))
+    else:
+        if status in (NodeStatus.CORDONED, NodeStatus.EVICTED):
+            fresh["reason"] = old.reason
+        state = moved(state, event.node, status, **fresh)
     if is_new and has_seat:
         if state.phase in ACTIVE:  # its processes died with the executor before
             suspicion = Suspicion(rule=EXECUTOR_RESTARTED, node=event.node, detail="its executor came back as another process")

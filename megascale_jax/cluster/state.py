@@ -32,6 +32,8 @@ class Node(_Value):
     incarnation: str
     address: str
     ports: tuple[int, ...] = ()
+    machine: str = ""
+    """What it runs on, as its backend names it; an eviction is of this."""
     lost_at_s: float | None = None
     faults_s: tuple[float, ...] = ()
     """When it was named as the cause of something that no check explains, or was lost."""
@@ -114,6 +116,7 @@ class Joined(_Event):
     incarnation: str
     address: str
     ports: tuple[int, ...]
+    machine: str = ""
 
 
 class Lost(_Event):

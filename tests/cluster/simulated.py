@@ -96,12 +96,15 @@ class World:
     def is_alive(self, name: str) -> bool | None:
         return name in self.sims and self.sims[name].is_alive
 
-    def remove(self, name: str, reason: str) -> None:
+    def remove(self, name: str, machine: str, reason: str) -> None:
         if name in self.sims:
             self.sims[name].is_alive = False
 
-    def restore(self, name: str) -> None:
+    def restore(self, name: str, machine: str) -> None:
         pass
+
+    def release(self, name: str) -> None:
+        self.remove(name, "", "")
 
     def facts(self) -> dict[str, str]:
         return {}

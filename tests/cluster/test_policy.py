@@ -45,8 +45,9 @@ class Story:
         self.now_s += seconds
         return self
 
-    def join(self, node: str, incarnation: str = "first") -> State:
-        return self.on(Joined(at_s=self.now_s, node=node, incarnation=incarnation, address="10.0.0.1", ports=(20000, 20001)))
+    def join(self, node: str, incarnation: str = "first", machine: str = "") -> State:
+        event = Joined(at_s=self.now_s, node=node, incarnation=incarnation, address="10.0.0.1", ports=(20000, 20001), machine=machine)
+        return self.on(event)
 
     def lose(self, node: str, incarnation: str = "first") -> State:
         return self.on(Lost(at_s=self.now_s, node=node, incarnation=incarnation, reason="silent", step=self.state.best_step))
@@ -176,6 +177,18 @@ def test_what_an_older_attempt_says_changes_nothing() -> None:
     ]
     for event in late:
         assert story.on(event) == before
+
+
+def test_an_evicted_node_comes_back_as_a_new_one_on_another_machine_only() -> None:
+    story = Story(nodes=2, spares=1)
+    story.advance(5)
+    story.suspect("node-1", step=5)
+    story.settle_down()
+    story.diagnosed(node_1="disk is full")
+    assert story.state.seats == ("node-0", "node-2")
+    assert story.join("node-1", "second").nodes["node-1"].status == NodeStatus.EVICTED
+    node = story.join("node-1", "third", machine="another").nodes["node-1"]
+    assert (node.status, node.faults_s, node.reason) == (NodeStatus.READY, (), "")
 
 
 def test_too_many_evictions_ask_for_a_person() -> None:

@@ -1,7 +1,23 @@
 """What the driver needs of whatever runs nodes: a few idempotent requests."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Start:
+    """What an executor is started with."""
+
+    driver: tuple[str, int]
+    """Where the driver listens."""
+    security: Path
+    """Folder of the job's certificates; the token of a node is ``tokens/NODE`` in it."""
+    folder: Path
+    """The job's own, below the run folder."""
+    training: Sequence[str]
+    """Argv of a training process."""
 
 
 class Backend(Protocol):
@@ -15,14 +31,36 @@ class Backend(Protocol):
         """Whether the executor runs; ``None`` when this backend cannot tell faster than its missing beats do."""
         ...
 
-    def remove(self, name: str, reason: str) -> None:
-        """Take the node out of service: it was evicted, or the job is over. Raises BackendError."""
+    def remove(self, name: str, machine: str, reason: str) -> None:
+        """Take an evicted node and the machine it ran on out of service, for other jobs too. Raises BackendError."""
         ...
 
-    def restore(self, name: str) -> None:
+    def restore(self, name: str, machine: str) -> None:
         """Take a removed node back into service. Raises BackendError."""
+        ...
+
+    def release(self, name: str) -> None:
+        """The job is over: end the executor if it is still there. Raises BackendError."""
         ...
 
     def facts(self) -> Mapping[str, str]:
         """Where things are, for the status page: name -> text."""
+        ...
+
+
+class Engine(Protocol):
+    """Where the nodes of a job come from, known before its driver is there. Raises BackendError when it is not to be had here."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Nodes that the backend should have running: those that train and the spares."""
+        ...
+
+    @property
+    def host(self) -> str:
+        """Address of this machine at which the nodes reach the driver."""
+        ...
+
+    def backend(self, start: Start) -> Backend:
+        """The nodes themselves."""
         ...

@@ -17,12 +17,26 @@ from pathlib import Path
 
 import psutil
 
+from megascale_jax.cluster.backends.base import Start
 from megascale_jax.errors import BackendError
 from megascale_jax.observe.report import replace_file
 
 NODES_FOLDER = "nodes"
 EXECUTOR_FILE = "executor.json"
 DOWN_FILE = "down"
+
+
+class LocalEngine:
+    """So many nodes of this machine."""
+
+    host = "127.0.0.1"
+
+    def __init__(self, number: int):
+        self.names = tuple(f"node-{index}" for index in range(number))
+
+    def backend(self, start: Start) -> "LocalBackend":
+        """Processes below ``nodes`` of the job's folder."""
+        return LocalBackend(start.folder / NODES_FOLDER, local_command(start.driver, start.security, start.training))
 
 
 class LocalBackend:
@@ -63,15 +77,19 @@ class LocalBackend:
         process = executor_process(self._folder / name)
         return process is not None
 
-    def remove(self, name: str, reason: str) -> None:
+    def remove(self, name: str, machine: str, reason: str) -> None:
         """End the executor; the kernel ends its processes with it. The driver asks for this once they are no longer needed."""
+        self.release(name)
+
+    def restore(self, name: str, machine: str) -> None:
+        """Nothing to do: `ensure` starts it again."""
+
+    def release(self, name: str) -> None:
+        """End the executor, as in `remove`."""
         process = executor_process(self._folder / name)
         if process is not None:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-
-    def restore(self, name: str) -> None:
-        """Nothing to do: `ensure` starts it again."""
 
     def facts(self) -> Mapping[str, str]:
         """The folder of the nodes."""
