@@ -177,12 +177,14 @@ def _fill(staging: Path, corpus: Corpus, request: Request, tokenizer: Tokenizer 
             pairs[name] = _write_stream(writer, stored.stream(chosen), num_tokens, max_tokens, tokenizer, bar)
             counts[name] = SplitCounts(rows=writer.num_rows, tokens=num_tokens, documents=int(chosen.sum()))
     stored.path.unlink()
-    written.rename(staging / rows_folder(digest.hexdigest()))
+    place = rows_folder(digest.hexdigest())
+    saved = tokenizer.save(written)
+    written.rename(staging / place)
     scores = baseline.cross_entropies(pairs["train"], pairs["held_out"])
     manifest = Manifest(
         version=MANIFEST_VERSION,
         request=request,
-        tokenizer=tokenizer.save(staging),
+        tokenizer=saved if saved == BYTES else f"{place}/{saved}",
         tokenizer_digest=tokenizer.digest,
         vocab_size=tokenizer.vocab_size,
         end_of_document=tokenizer.end_of_document,

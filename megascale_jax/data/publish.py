@@ -1,7 +1,7 @@
 """Where prepared data goes: a folder that gets its name by one rename, or an object store, where the manifest is written last.
 
 An existing output is left alone unless it was made from an equal request (then there is nothing to do) or may be replaced. In an object
-store new rows lie beside the old ones until the new manifest takes the place of the old one, in one step; whoever still reads the old rows
+store new rows and their tokenizer lie beside the old ones until the new manifest takes the place of the old one, in one step; whoever still reads the old rows
 then finds them missing, never others in their place. What a killed upload left behind has no manifest, and is written over.
 """
 
@@ -18,7 +18,6 @@ from megascale_jax.comm.address import READ_ONLY, is_remote
 from megascale_jax.data.files import Folder, open_storage
 from megascale_jax.data.manifest import MANIFEST_FILE, SPLITS, Manifest, Request, read_manifest
 from megascale_jax.data.prepared import stored_rows
-from megascale_jax.data.tokenizer import TOKENIZER_FILE
 from megascale_jax.errors import DataError, StorageError
 
 _FILES_AT_ONCE = 4
@@ -114,7 +113,7 @@ class RemoteOutput:
             raise self._error("listed", error) from error
         if MANIFEST_FILE in names:
             return _usable(self._url, request, force)
-        if strange := [name for name in names if not (name == TOKENIZER_FILE or (name.startswith("rows-") and name.endswith(".rows")))]:
+        if strange := [name for name in names if not name.startswith("rows-")]:
             raise DataError(
                 f"{self._url} holds {strange[0]} and is no prepared data, so it is not overwritten. Give a new folder; its name is "
                 "what follows the bucket."

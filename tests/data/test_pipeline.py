@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale_jax.data.batch import NO_TARGET, Batch, decode_row
-from megascale_jax.data.manifest import MANIFEST_FILE
+from megascale_jax.data.manifest import MANIFEST_FILE, read_manifest
 from megascale_jax.data.pipeline import UNTOUCHED, TrainIterator, held_out_batches
 from megascale_jax.data.prepared import Prepared, open_prepared, stored_rows
 from megascale_jax.errors import DataError
@@ -253,7 +253,7 @@ def test_unfinished_folder_and_exchanged_tokenizer_are_refused(make_prepared, tm
     folder = make_prepared("bpe", train_bpe_vocab=300)
     other = make_prepared("other", train_bpe_vocab=280)
     assert open_prepared(folder).tokenizer.decode(open_prepared(folder).tokenizer.encode("λ")) == "λ"
-    shutil.copy(other / "tokenizer.json", folder)
+    shutil.copy(other / read_manifest(other).tokenizer, folder / read_manifest(folder).tokenizer)
     with pytest.raises(DataError, match="not the one its rows were made with"):
         open_prepared(folder)
     (other / MANIFEST_FILE).unlink()

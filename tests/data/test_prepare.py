@@ -142,7 +142,7 @@ def test_bpe_is_trained_on_the_train_documents_alone_and_kept_in_the_folder(corp
     assert manifest.tokenizer_digest == train_bpe(train, 300).digest != train_bpe(texts, 300).digest
     assert manifest.vocab_size == 300
     assert sorted(texts_of(folder, "train") + texts_of(folder, "held_out")) == sorted(texts)
-    again = make_prepared("again", tokenizer=str(folder / "tokenizer.json"))
+    again = make_prepared("again", tokenizer=str(folder / manifest.tokenizer))
     assert read_manifest(again).digest == manifest.digest
 
 

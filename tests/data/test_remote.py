@@ -275,6 +275,15 @@ def test_upload_that_failed_leaves_no_manifest_and_is_written_over(prepare_remot
     assert prepare_remotely() == read_manifest(URL)
 
 
+@pytest.mark.parametrize("writes", [1, 2, 5])
+def test_replacement_that_was_cut_off_leaves_what_was_there_whole(prepare_remotely, s3, writes):
+    first = prepare_remotely(train_bpe_vocab=300)
+    s3.refuse_after_writes = len(s3.written) + writes
+    with pytest.raises(DataError, match="cannot be written"):
+        prepare_remotely(train_bpe_vocab=280, force=True)
+    assert open_prepared(URL).manifest == first
+
+
 def test_what_is_no_prepared_data_is_not_overwritten(prepare_remotely, s3):
     s3.objects["corpora/one/thesis.txt"] = b"years of work"
     for force in (False, True):
