@@ -46,6 +46,8 @@ class Drill:
         self.cluster, self.rng, self.is_small_disk, self.step = cluster, rng, is_small_disk, 0
         self.seen: set[int] = set()
         """Steps that were published at any time."""
+        self.rooms: list[int] = []
+        """Sizes in bytes that full disks are to have next; random ones when there are none left."""
         self.hurt: set[int] = set()
         self.storage = Storage(cluster.checkpoints)
 
@@ -119,7 +121,7 @@ def host_lost_silently(drill: Drill) -> int:
 
 
 def disk_full(drill: Drill) -> int | None:
-    """The disk has room for a random part of a checkpoint; afterwards somebody makes room.
+    """The disk has room for a part of a checkpoint; afterwards somebody makes room.
 
     Where no small disk can be mounted, the kernel refuses one host's writes beyond a random size instead.
     """
@@ -129,7 +131,8 @@ def disk_full(drill: Drill) -> int | None:
     if drill.is_small_disk:
         free = shutil.disk_usage(drill.cluster.checkpoints).free
         with filler.open("wb") as stream:
-            os.posix_fallocate(stream.fileno(), 0, max(1, free - drill.rng.randrange(1, 3 << 20)))
+            room = drill.rooms.pop(0) if drill.rooms else drill.rng.randrange(1, 3 << 20)
+            os.posix_fallocate(stream.fileno(), 0, max(1, free - room))
     else:
         resource.prlimit(victim, resource.RLIMIT_FSIZE, (drill.rng.randrange(1, 1 << 16), resource.RLIM_INFINITY))
     step = drill.next()
@@ -275,8 +278,16 @@ def mount_tmpfs(folder: Path) -> bool:
     return library.mount(b"tmpfs", str(folder).encode(), b"tmpfs", 0, f"size={TMPFS_BYTES}".encode()) == 0
 
 
-def campaign(folder: Path, faults: int, seed: int, *, show: bool = True) -> list[dict[str, Any]]:
-    """So many faults, every kind about equally often, in a random order."""
+def every_room(checkpoints: Path) -> list[int]:
+    """Sizes that a disk may have left for the next checkpoint, one a page: from none to a fifth more than the newest one takes."""
+    newest = max(published_steps(Storage(checkpoints)))
+    files = [path.stat().st_size for path in (checkpoints / str(newest)).rglob("*") if path.is_file()]
+    page = resource.getpagesize()
+    return [page * number for number in range(int(1.2 * sum(-(-size // page) for size in files)))]
+
+
+def campaign(folder: Path, faults: int, seed: int, *, sweeps: bool = False, show: bool = True) -> list[dict[str, Any]]:
+    """So many faults, every kind about equally often, in a random order; with ``sweeps`` a disk that is full at every page in turn."""
     rng = random.Random(seed)
     checkpoints = folder / "checkpoints"
     checkpoints.mkdir(parents=True)
@@ -288,6 +299,10 @@ def campaign(folder: Path, faults: int, seed: int, *, show: bool = True) -> list
     try:
         drill = Drill(cluster, rng, is_small_disk)
         drill.settle()
+        if sweeps:
+            assert is_small_disk, "a disk that is full at a given page needs the right to mount one"
+            drill.rooms = every_room(checkpoints)
+            order = [disk_full] * len(drill.rooms)
         for kind in track(order, "faults", console=Console(stderr=True), disable=not show):
             outcomes.append(run(drill, kind) | {"seed": seed})
             if not outcomes[-1]["recovered"]:
@@ -316,12 +331,14 @@ def main(
     json_path: Annotated[Path, typer.Option("--json", help="result; an existing one is added to")],
     faults: Annotated[int, typer.Option(min=1, help="faults of this slice")] = 100,
     seed: Annotated[int, typer.Option(help="another seed, other moments")] = 0,
+    sweep: Annotated[bool, typer.Option("--sweep", help="instead: the disk is full at every page of a checkpoint in turn")] = False,
 ) -> None:
     """Inject, check, append."""
     record = json.loads(json_path.read_text()) if json_path.is_file() else {"slices": [], "outcomes": []}
-    slice_ = birth_certificate(ROOT, f"python benchmarks/fault_checkpoint.py --faults {faults} --seed {seed} --json PATH")
+    which = "--sweep" if sweep else f"--faults {faults}"
+    slice_ = birth_certificate(ROOT, f"python benchmarks/fault_checkpoint.py {which} --seed {seed} --json PATH")
     with tempfile.TemporaryDirectory(prefix="fault-checkpoint-", ignore_cleanup_errors=True) as name:
-        outcomes = campaign(Path(name), faults, seed)
+        outcomes = campaign(Path(name), faults, seed, sweeps=sweep)
     record["slices"].append(slice_)
     record["outcomes"] += outcomes
     record |= totals(record["outcomes"])
