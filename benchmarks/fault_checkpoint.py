@@ -279,11 +279,11 @@ def mount_tmpfs(folder: Path) -> bool:
 
 
 def every_room(checkpoints: Path) -> list[int]:
-    """Sizes that a disk may have left for the next checkpoint, one a page: from none to a fifth more than the newest one takes."""
+    """Sizes that a disk may have left for the next checkpoint, one a page: from none to three times what the newest one holds."""
     newest = max(published_steps(Storage(checkpoints)))
     files = [path.stat().st_size for path in (checkpoints / str(newest)).rglob("*") if path.is_file()]
     page = resource.getpagesize()
-    return [page * number for number in range(int(1.2 * sum(-(-size // page) for size in files)))]
+    return [page * number for number in range(3 * sum(-(-size // page) for size in files))]
 
 
 def campaign(folder: Path, faults: int, seed: int, *, sweeps: bool = False, show: bool = True) -> list[dict[str, Any]]:
@@ -307,6 +307,8 @@ def campaign(folder: Path, faults: int, seed: int, *, sweeps: bool = False, show
             outcomes.append(run(drill, kind) | {"seed": seed})
             if not outcomes[-1]["recovered"]:
                 drill.settle()
+            if sweeps and len(outcomes) > 2 and all(one["found"] == one["step"] for one in outcomes[-3:]):
+                break  # from here on there is room for all of it
     finally:
         cluster.close()
         if is_small_disk:
@@ -331,7 +333,9 @@ def main(
     json_path: Annotated[Path, typer.Option("--json", help="result; an existing one is added to")],
     faults: Annotated[int, typer.Option(min=1, help="faults of this slice")] = 100,
     seed: Annotated[int, typer.Option(help="another seed, other moments")] = 0,
-    sweep: Annotated[bool, typer.Option("--sweep", help="instead: the disk is full at every page of a checkpoint in turn")] = False,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="instead: the disk is full at every page of a checkpoint in turn, until it fits")
+    ] = False,
 ) -> None:
     """Inject, check, append."""
     record = json.loads(json_path.read_text()) if json_path.is_file() else {"slices": [], "outcomes": []}
