@@ -9,12 +9,10 @@ checkpoint that was good and that retention must keep is gone or cannot be read,
 Exit code 1 unless every fault was recovered, with nothing lost and nothing hung.
 """
 
-import ctypes
 import json
 import os
 import random
 import resource
-import shutil
 import tempfile
 import time
 from collections import Counter
@@ -30,6 +28,7 @@ from step_report import birth_certificate
 
 from megascale_jax.checkpoint.manifest import MANIFEST, Manifest, published_steps, read_manifest
 from megascale_jax.checkpoint.owner import Owner, claim, read_owner
+from megascale_jax.cluster.small_disk import filled, mount_small_disk, unmount
 from megascale_jax.comm.storage import Storage
 from megascale_jax.errors import RunFolderError
 
@@ -126,20 +125,15 @@ def disk_full(drill: Drill) -> int | None:
     Where no small disk can be mounted, the kernel refuses one host's writes beyond a random size instead.
     """
     drill.cluster.impatient()
-    filler = drill.cluster.checkpoints / "filler.bin"
     victim = drill.rng.choice(drill.cluster.ranks).client.pid
     if drill.is_small_disk:
-        free = shutil.disk_usage(drill.cluster.checkpoints).free
-        with filler.open("wb") as stream:
-            room = drill.rooms.pop(0) if drill.rooms else drill.rng.randrange(1, 3 << 20)
-            os.posix_fallocate(stream.fileno(), 0, max(1, free - room))
+        with filled(drill.cluster.checkpoints, drill.rooms.pop(0) if drill.rooms else drill.rng.randrange(1, 3 << 20)):
+            step = drill.next()
+            drill.cluster.finish()
     else:
         resource.prlimit(victim, resource.RLIMIT_FSIZE, (drill.rng.randrange(1, 1 << 16), resource.RLIM_INFINITY))
-    step = drill.next()
-    drill.cluster.finish()
-    if drill.is_small_disk:
-        filler.unlink()
-    else:
+        step = drill.next()
+        drill.cluster.finish()
         resource.prlimit(victim, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     drill.cluster.patient()
     return step if step in published_steps(drill.storage) else None
@@ -272,12 +266,6 @@ def run(drill: Drill, kind: Callable[[Drill], int | None]) -> dict[str, Any]:
     return outcome
 
 
-def mount_tmpfs(folder: Path) -> bool:
-    """A small disk of our own; False where mounting is not allowed."""
-    library = ctypes.CDLL(None, use_errno=True)
-    return library.mount(b"tmpfs", str(folder).encode(), b"tmpfs", 0, f"size={TMPFS_BYTES}".encode()) == 0
-
-
 def every_room(checkpoints: Path) -> list[int]:
     """Sizes that a disk may have left for the next checkpoint, one a page: from none to three times what the newest one holds."""
     newest = max(published_steps(Storage(checkpoints)))
@@ -291,7 +279,7 @@ def campaign(folder: Path, faults: int, seed: int, *, sweeps: bool = False, show
     rng = random.Random(seed)
     checkpoints = folder / "checkpoints"
     checkpoints.mkdir(parents=True)
-    is_small_disk = mount_tmpfs(checkpoints)
+    is_small_disk = mount_small_disk(checkpoints, TMPFS_BYTES)
     order = [KINDS[number % len(KINDS)] for number in range(faults)]
     rng.shuffle(order)
     cluster = Cluster(folder, f"drill-{seed}-{folder}")
@@ -312,7 +300,7 @@ def campaign(folder: Path, faults: int, seed: int, *, sweeps: bool = False, show
     finally:
         cluster.close()
         if is_small_disk:
-            ctypes.CDLL(None).umount2(str(checkpoints).encode(), 2)
+            unmount(checkpoints)
     return outcomes
 
 

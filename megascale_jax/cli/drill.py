@@ -1,126 +1,110 @@
 """`megascale drill`: break a driven run on purpose and see what it does about it."""
 
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from megascale_jax.cli.drive import say
-from megascale_jax.cli.job import ask_driver, wide_console
-from megascale_jax.config.cluster import JOB_FOLDER
+from megascale_jax.cli.job import wide_console
 from megascale_jax.errors import MegascaleError, UsageError
 
-END_S = 60.0
+if TYPE_CHECKING:
+    from megascale_jax.cluster.drilled import OwnJob, RunningJob
+
 REFERENCE_LIMIT_S = 7200.0
 _OVERRIDES = (
     *("train.steps=100000", "train.checkpoint.every=5", "train.evaluation.every=null", "train.checkpoint.keep=3"),
-    *("cluster.strikes=1000", "cluster.fruitless_recoveries=50"),
+    *("cluster.strikes=1000", "cluster.max_evictions=1000", "cluster.fruitless_recoveries=50"),
 )
 """A run without an end; one node may be hit again and again without being bad."""
-
-
-class DrivenJob:
-    """A local job of the drill's own."""
-
-    def __init__(self, folder: Path, command: list[str]):
-        self.folder, self._command = folder, command
-        self.log = folder.parent / f"{folder.name}.driver.log"
-        self._driver: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        """Start the driver, as a user would."""
-        with self.log.open("ab") as log:
-            self._driver = subprocess.Popen(
-                self._command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
-            )
-
-    def status(self) -> dict[str, Any] | None:
-        """What the driver says; ``None`` while there is none."""
-        if self._driver is not None and (code := self._driver.poll()) is not None:
-            raise UsageError(f"the driver ended with code {code}; its words are in {self.log}")
-        try:
-            return ask_driver(self.folder, None, "status").status
-        except (MegascaleError, OSError):
-            return None
-
-    def kill_driver(self) -> None:
-        """SIGKILL, and the same command again."""
-        assert self._driver is not None, "only a driver of our own is killed"
-        self._driver.kill()
-        self._driver.wait()
-        self.start()
-
-    def end(self) -> None:
-        """Stop the job; with force when it does not stop by itself."""
-        from megascale_jax.cluster.backends.local import NODES_FOLDER, end_executors
-
-        if self._driver is None or self._driver.poll() is not None:
-            return
-        self._driver.send_signal(signal.SIGTERM)
-        try:
-            self._driver.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._driver.kill()
-            end_executors(self.folder / JOB_FOLDER / NODES_FOLDER)
+_SHRINKS = ("cluster.shrink=true", "cluster.wait_s=5")
 
 
 def drill(
     scenario: Annotated[Path | None, typer.Argument(help="YAML file: a list of {kind, node}", show_default=False)] = None,
     faults: Annotated[int, typer.Option(min=1, help="without a scenario: so many random faults, over all kinds")] = 8,
     seed: Annotated[int, typer.Option(min=0, help="of the random scenario")] = 0,
-    experiment: Annotated[str, typer.Option(help="what the job trains")] = "quickstart",
-    nodes: Annotated[int, typer.Option(min=2, help="nodes of the job")] = 4,
-    spares: Annotated[int, typer.Option(min=1, help="spares of the job")] = 2,
+    attach: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="hurt this run, whose driver and nodes are on this machine, and no other", show_default=False),
+    ] = None,
+    experiment: Annotated[str, typer.Option(help="what a job of the drill's own trains")] = "quickstart",
+    nodes: Annotated[int, typer.Option(min=2, help="nodes of that job")] = 4,
+    spares: Annotated[int, typer.Option(min=1, help="spares of that job")] = 2,
+    shrink: Annotated[
+        bool, typer.Option("--shrink", help="it may go on with fewer nodes: losses then agree within 1e-5, not bit for bit")
+    ] = False,
     pause_s: Annotated[float, typer.Option(min=0, help="seconds of training before each fault")] = 10.0,
-    run_folder: Annotated[Path | None, typer.Option(help="where the job lives; default a temporary folder", show_default=False)] = None,
+    run_folder: Annotated[Path | None, typer.Option(help="where that job lives; default a temporary folder", show_default=False)] = None,
     reference: Annotated[
         bool, typer.Option(help="afterwards run the same steps without faults and compare every loss, bit for bit")
     ] = True,
     json: Annotated[Path | None, typer.Option("--json", help="write all that was seen to this file", show_default=False)] = None,
 ) -> None:
-    """Start a job of the real trainer on local nodes, inject faults one after the other, and report what became of each.
+    """Break a driven run of the real trainer on purpose, one fault after the other, and report what became of each.
 
-    Kinds: process_killed, process_halted, executor_killed, executor_halted, beats_delayed, driver_killed, node_down, checkpoint_corrupt.
+    By default it starts a job of its own on local nodes and ends it afterwards. With --attach it hurts a run that goes on already.
+
+    Kinds: `process_killed`, `_halted` (SIGSTOP), `_frozen` (alive and stuck), `_slowed`; `executor_killed`, `_halted`; `beats_delayed`,
+    `beats_dropped`, `node_partitioned`; `driver_killed`; `node_down`, `node_flapping`, `spares_exhausted`, `shrunk`; `disk_full`;
+    `checkpoint_corrupt`, `silent_corruption`. What cannot be done here is said, with the reason.
+
     Exit code 0: every fault was healed, the right node was named, no healthy one was evicted, all losses are as without faults; else 1.
     """
-    from megascale_jax.cluster.drill import Drill, losses, summary
-    from megascale_jax.cluster.faults import KINDS, draw
+    from megascale_jax.cluster.drill import losses
+    from megascale_jax.cluster.drilled import OwnJob, RunningJob
     from megascale_jax.observe.report import check_json_path, write_json
 
     check_json_path(json)
-    chosen = _scenario(scenario, KINDS) if scenario is not None else draw(faults, seed)
     with tempfile.TemporaryDirectory(prefix="megascale-drill-", ignore_cleanup_errors=True) as temporary:
-        place = (run_folder or Path(temporary) / "run").absolute()
-        place.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "megascale_jax.cli.main", "drive", experiment, *_OVERRIDES, "--nodes", str(nodes)]
-        job = DrivenJob(place, [*command, "--spares", str(spares), "--run-folder", str(place)])
-        say(f"{len(chosen)} faults for {experiment} on {nodes} nodes and {spares} spares; the driver's words: {job.log}")
-        run, broken = Drill(job, say), ""
-        job.start()
-        try:
-            for kind, choice in chosen:
-                run.run(kind, choice, pause_s)
-        except MegascaleError as error:  # what was seen before counts all the same
-            broken = str(error)
-            say(f"the drill ends here: {broken}")
-        finally:
-            job.end()
-        found = summary(run.records) | {"ended_early": broken}
-        if reference and not broken:
-            found |= _compared(losses(place), command, place.parent / "reference")
+        if attach is not None:
+            found = _injected(RunningJob(attach), scenario, faults, seed, pause_s)
+        else:
+            place = (run_folder or Path(temporary) / "run").absolute()
+            place.parent.mkdir(parents=True, exist_ok=True)
+            command = [sys.executable, "-m", "megascale_jax.cli.main", "drive", experiment, *_OVERRIDES, *(_SHRINKS if shrink else ())]
+            command += ["--nodes", str(nodes), "--spares", str(spares)]
+            job = OwnJob(place, command, shrinks=shrink)
+            say(f"{experiment} on {nodes} nodes and {spares} spares; the driver's words: {job.log}")
+            try:
+                job.start()
+                found = _injected(job, scenario, faults, seed, pause_s)
+                if reference and not found["ended_early"]:
+                    found |= _compared(losses(place), command, place.parent / "reference", 1e-5 if shrink else 0.0)
+            finally:
+                job.clear()
         _show(wide_console(), found)
         if json is not None:
             write_json(json, found)
     healed = found["recovered"] == found["injected"] and found["right_node_named"] == found["nodes_to_name"]
-    if broken or not healed or found["healthy_evicted"] or not found.get("loss_bit_equal", True):
+    if found["ended_early"] or not healed or found["healthy_evicted"] or not found.get("losses_agree", True):
         raise typer.Exit(1)
+
+
+def _injected(job: "OwnJob | RunningJob", scenario: Path | None, faults: int, seed: int, pause_s: float) -> dict[str, Any]:
+    """Inject and end; what was seen, also when the job did not live to see the last fault."""
+    from megascale_jax.cluster.drill import Drill, summary
+    from megascale_jax.cluster.faults import KINDS, draw
+
+    run, broken = Drill(job, say), ""
+    try:
+        chosen = _scenario(scenario, KINDS) if scenario is not None else draw(faults, seed, run.kinds())
+        for kind, choice in chosen:
+            run.run(kind, choice, pause_s)
+    except MegascaleError as error:  # what was seen before counts all the same
+        if not run.records:
+            raise
+        broken = str(error)
+        say(f"the drill ends here: {broken}")
+    finally:
+        job.end()
+    return summary(run.records) | {"ended_early": broken}
 
 
 def _scenario(path: Path, kinds: Any) -> list[tuple[str, int]]:
@@ -142,16 +126,17 @@ def _scenario(path: Path, kinds: Any) -> list[tuple[str, int]]:
     return chosen
 
 
-def _compared(broken: dict[int, float | None], command: list[str], folder: Path) -> dict[str, Any]:
+def _compared(broken: dict[int, float | None], command: list[str], folder: Path, tolerance: float) -> dict[str, Any]:
     """Whether the same steps without faults have the same losses, and how many were compared."""
-    from megascale_jax.cluster.drill import losses
+    from megascale_jax.cluster.drill import compared, losses
+    from megascale_jax.cluster.drilled import OwnJob
 
     steps = max(broken)
     say(f"the same {steps} steps without faults")
-    whole = DrivenJob(folder, [*command, "--run-folder", str(folder)])
-    whole.start()
-    limit = time.monotonic() + REFERENCE_LIMIT_S
+    whole = OwnJob(folder, command)
     try:
+        whole.start()
+        limit = time.monotonic() + REFERENCE_LIMIT_S
         while (status := whole.status()) is None or status["step"] <= steps:
             if time.monotonic() > limit:
                 raise MegascaleError(
@@ -160,8 +145,10 @@ def _compared(broken: dict[int, float | None], command: list[str], folder: Path)
             time.sleep(1.0)
     finally:
         whole.end()
-    unbroken = losses(folder)
-    return {"loss_bit_equal": all(unbroken.get(step) == loss for step, loss in broken.items()), "steps_compared": len(broken)}
+    try:
+        return compared(broken, losses(folder), tolerance)
+    finally:
+        whole.clear()
 
 
 def _show(console: Console, found: dict[str, Any]) -> None:

@@ -36,6 +36,10 @@ def drive(
     run_folder: Annotated[Path | None, typer.Option(help="where the run lives; default runs/EXPERIMENT", show_default=False)] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="remove an earlier run in that folder and start from step 0")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="port of the control link; 0: any")] = 0,
+    advertise: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="where the nodes reach the driver, if not where it listens: a relay", show_default=False),
+    ] = None,
     json: Annotated[
         Path | None, typer.Option("--json", help="also write the job's end and its incidents to this file", show_default=False)
     ] = None,
@@ -111,7 +115,7 @@ def _drive(
         check_command(journal, command)
         security = secure(place, names, (engine.host,))
         listen = (engine.host, port_of(journal, engine.host, port))
-        machines = engine.backend(Start(listen, security, place, command))
+        machines = engine.backend(Start(advertised or listen, security, place, command))
         watcher = Watcher(config, Limits.of(config, journal.fact("limits")))
         clock = JournalClock(max((event.at_s for event in events), default=0.0))
 

@@ -2,17 +2,14 @@
 
 import json as json_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megascale_jax.errors import MegascaleError, UsageError
-
-if TYPE_CHECKING:
-    from megascale_jax.cluster.messages import Answer
+from megascale_jax.errors import UsageError
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", help="Look at a driven run, and give its driver orders.")
 
@@ -21,12 +18,13 @@ Node = Annotated[str, typer.Argument(help="name of the node, such as node-2", sh
 TokenFile = Annotated[
     Path | None, typer.Option("--token", help="your token's file; default: the one of the user who started the job", show_default=False)
 ]
-_LIMIT_S = 10.0
 
 
 @app.command()
 def status(run: Run, token: TokenFile = None, json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
     """Phase, nodes, progress, incidents. Needs the role view."""
+    from megascale_jax.cluster.asking import ask_driver
+
     answer = ask_driver(run, token, "status")
     if json:
         typer.echo(json_module.dumps(answer.status, indent=1))
@@ -71,30 +69,12 @@ def uncordon(run: Run, node: Node, token: TokenFile = None) -> None:
 
 
 def _order(run: Path, token: Path | None, action: str, **values: Any) -> None:
+    from megascale_jax.cluster.asking import ask_driver
+
     answer = ask_driver(run, token, action, **values)
     if not answer.is_done:
         raise UsageError(answer.text)
     typer.echo(answer.text)
-
-
-def ask_driver(run: Path, token: Path | None, action: str, **values: Any) -> "Answer":
-    """One command to the driver of a run folder, and its answer. Raises UsageError, RunFolderError, LinkError."""
-    from pydantic import TypeAdapter
-
-    from megascale_jax.cluster.driver_process import address_of
-    from megascale_jax.cluster.job import OWNER, SECURITY_FOLDER, job_folder, token_file
-    from megascale_jax.cluster.link.client import ask
-    from megascale_jax.cluster.link.security import Security
-    from megascale_jax.cluster.messages import Answer, Command, ToNode
-
-    folder = job_folder(run)
-    address = address_of(folder)
-    place = folder / SECURITY_FOLDER
-    security = Security.load(place, role="client", token=token or token_file(place, OWNER))
-    answer = ask(security, address, Command.model_validate({"action": action, **values}), TypeAdapter(ToNode), _LIMIT_S)
-    if not isinstance(answer, Answer):
-        raise MegascaleError(f"the driver answered with {type(answer).__name__}, expected an answer to a command")
-    return answer
 
 
 def wide_console() -> Console:
@@ -121,5 +101,7 @@ def _show(found: dict[str, Any]) -> None:
     console.print(table)
     for incident in found["incidents"]:
         console.print(Text(incident["text"]))
+    for at_s, text in found["observed"]:
+        console.print(Text(f"{found['now_s'] - at_s:.0f} s ago: {text}"))
     for alarm in found["alarms"]:
         console.print(Text(f"alarm: {alarm}", style="bold red"))

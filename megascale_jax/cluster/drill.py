@@ -5,6 +5,7 @@ What the driver knows comes from its own status, asked over the control link lik
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,12 +14,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megascale_jax.cluster.faults import KINDS, Fault, Job
+from megascale_jax.cluster.faults import KINDS, Fault, Injury, Job
 from megascale_jax.errors import UsageError
 
 POLL_S = 0.2
 RECOVER_LIMIT_S = 300.0
 """Longest that a fault may hold the training up before it counts as not recovered."""
+SETTLED_STEPS = 3
 
 
 @dataclass
@@ -29,18 +31,23 @@ class Record:
     node: str | None
     step: int
     recovered: bool = False
-    is_interruption: bool = True
-    """Training had to be interrupted."""
+    is_interruption: bool | None = True
+    """Training had to be interrupted; ``None``: it may have been."""
     detected_s: float | None = None
     suspended_s: float | None = None
     diagnosed_s: float | None = None
     replaced_s: float | None = None
     restored_s: float | None = None
     total_s: float | None = None
+    interruptions: int = 0
     steps_lost: int = 0
     named: Sequence[str] = ()
     right_node_named: bool | None = None
     healthy_evicted: Sequence[str] = ()
+    observed: Sequence[str] = ()
+    """What the driver said of it without acting."""
+    limit_s: float | None = None
+    """Limit of a step when it was injected, as learned from the run."""
     note: str = ""
 
 
@@ -53,25 +60,39 @@ class Drill:
     clock: Callable[[], float] = time.monotonic
     records: list[Record] = field(default_factory=list)
 
+    def kinds(self) -> dict[str, Fault]:
+        """What can be injected into this job; what cannot is said, with the reason."""
+        lacking = {kind: fault.lacks(self.job) for kind, fault in KINDS.items()}
+        for kind, why in lacking.items():
+            if why:
+                self.say(f"{kind}: not here, {why}")
+        return {kind: fault for kind, fault in KINDS.items() if not lacking[kind]}
+
     def run(self, kind: str, choice: int, pause_s: float) -> Record:
-        """Inject one fault once training has advanced for ``pause_s``, and wait until it goes on."""
+        """Inject one fault once training has advanced for ``pause_s``, and wait until it goes on.
+
+        Raises UsageError for a fault that there is not, or not for this job.
+        """
         if kind not in KINDS:
             raise UsageError(f"no fault {kind!r}; there are {', '.join(KINDS)}")
         fault = KINDS[kind]
+        if why := fault.lacks(self.job):
+            raise UsageError(f"{kind} cannot be injected into this job: {why}")
         status = self._steady(pause_s)
         seats = [name for name in status["seats"] if status["nodes"][name]["processes"]]
         node = seats[choice % len(seats)]
         record = Record(kind, node if fault.hits_node else None, status["step"], is_interruption=fault.interrupts)
+        record.limit_s = status["step_limit_s"]
         known, began_s, at = status["num_incidents"], status["now_s"], self.clock()
-        undo = fault.inject(self.job, status, node)
+        injury = fault.inject(self.job, status, node)
         try:
-            after = self._until_over(fault, known, status["step"])
+            after = self._until_over(fault, injury, status)
         finally:
-            undo()
+            injury.undo()
         if after is None:
             record.note = f"not over after {RECOVER_LIMIT_S:.0f} s"
         else:
-            self._note(record, after, known, began_s)
+            self._note(record, injury, after, known, began_s)
             record.total_s = self.clock() - at if record.total_s is None else record.total_s
         self.records.append(record)
         self.say(_line(record))
@@ -93,28 +114,39 @@ class Drill:
             time.sleep(POLL_S)
         raise UsageError("the job does not run, so no fault can be injected; see `megascale job status`")
 
-    def _until_over(self, fault: Fault, known: int, step: int) -> dict[str, Any] | None:
-        limit, settled = self.clock() + RECOVER_LIMIT_S, 0
+    def _until_over(self, fault: Fault, injury: Injury, before: dict[str, Any]) -> dict[str, Any] | None:
+        """The status once every interruption is over and training went on for a few steps with nothing being hurt any more."""
+        limit, seats, steps = self.clock() + RECOVER_LIMIT_S, len(before["seats"]), set[int]()
         while self.clock() < limit:
             status = self.job.status()
-            if status is not None and status["phase"] == "running":
-                incidents = [incident for incident in status["incidents"] if incident["number"] > known]
-                if incidents and all(incident["restored_s"] is not None for incident in incidents):
-                    return status
-                settled = settled + 1 if status["step"] > step + settled else settled
-                if not fault.interrupts and not incidents and settled >= 3:
+            if injury.is_enough is not None:
+                if injury.is_enough(status):
+                    injury.undo()
+                    injury.undo, injury.is_enough = _nothing, None
+                    steps.clear()
+            elif status is None or status["phase"] != "running" or len(status["seats"]) < seats:
+                steps.clear()
+            else:
+                incidents = _new(status, before["num_incidents"])
+                is_healed = bool(incidents) and all(incident["restored_s"] is not None for incident in incidents)
+                steps.add(status["step"])
+                if is_healed or (not fault.interrupts and not incidents and len(steps) > SETTLED_STEPS):
                     return status
             time.sleep(POLL_S)
         return None
 
-    def _note(self, record: Record, status: dict[str, Any], known: int, began_s: float) -> None:
-        incidents = [incident for incident in status["incidents"] if incident["number"] > known]
+    def _note(self, record: Record, injury: Injury, status: dict[str, Any], known: int, began_s: float) -> None:
+        incidents = _new(status, known)
         record.recovered = True
+        record.observed = [text for at_s, text in status["observed"] if at_s > began_s]
+        if (rule := KINDS[record.kind].looks_for) is not None and not incidents and not any(rule in text for text in record.observed):
+            record.note = f"{rule} did not see it"
         evicted = {name for incident in incidents for name in incident["evicted"]}
-        record.healthy_evicted = sorted(evicted)
+        record.healthy_evicted = sorted(evicted - injury.nodes)
         if not incidents:
             return
         first, last = incidents[0], incidents[-1]
+        record.interruptions = len(incidents)
         record.detected_s = first["began_s"] - began_s
         marks = [last[name] for name in ("began_s", "suspended_s", "diagnosed_s", "replaced_s", "restored_s")]
         spans = [None if one is None or other is None else other - one for one, other in pairwise(marks)]
@@ -122,7 +154,15 @@ class Drill:
         record.total_s = last["restored_s"] - began_s
         record.steps_lost = max(0, first["step"] - (last["resumed_step"] or 0))
         record.named = sorted({name for incident in incidents for name in incident["named"]})
-        record.right_node_named = None if record.node is None else list(record.named) == [record.node]
+        record.right_node_named = None if record.node is None else record.node in record.named and set(record.named) <= injury.nodes
+
+
+def _new(status: dict[str, Any], known: int) -> list[dict[str, Any]]:
+    return [incident for incident in status["incidents"] if incident["number"] > known]
+
+
+def _nothing() -> None:
+    return None
 
 
 def summary(records: Sequence[Record]) -> dict[str, Any]:
@@ -163,12 +203,26 @@ def losses(run: Path) -> dict[int, float | None]:
     return found
 
 
+def compared(broken: dict[int, float | None], whole: dict[int, float | None], tolerance: float) -> dict[str, Any]:
+    """Losses of a run with faults beside those of one without: bit for bit, and the largest relative difference."""
+    pairs = [(loss, whole.get(step)) for step, loss in broken.items()]
+    gaps = [math.inf if one is None or other is None else abs(one - other) / abs(other) for one, other in pairs if one != other]
+    largest = max(gaps, default=0.0)
+    return {
+        "loss_bit_equal": not gaps,
+        "loss_max_difference": largest,
+        "losses_agree": largest <= tolerance,
+        "steps_compared": len(pairs),
+    }
+
+
 def _line(record: Record) -> str:
     where = f" on {record.node}" if record.node else ""
     if not record.recovered:
         return f"{record.kind}{where} at step {record.step}: NOT recovered; {record.note}"
     if record.detected_s is None:
-        return f"{record.kind}{where} at step {record.step}: training went on"
+        said = record.note or "; ".join(record.observed)
+        return f"{record.kind}{where} at step {record.step}: training went on{f'; {said}' if said else ''}"
     verdict = {True: "right node named", False: f"WRONG: named {', '.join(record.named) or 'none'}", None: ""}[record.right_node_named]
     return (
         f"{record.kind}{where} at step {record.step}: detected in {record.detected_s:.1f} s, training after {record.total_s:.1f} s, "

@@ -8,6 +8,7 @@ reads its journal, hears the executors present themselves, and goes on.
 """
 
 import sqlite3
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Protocol
@@ -33,6 +34,7 @@ _REPEAT_S = 5.0
 _ADVANCED_S = 60.0
 """Time between two events about progress without a new checkpoint."""
 _LIMITS_S = 30.0
+_OBSERVED = 20
 
 
 class Clock(Protocol):
@@ -77,6 +79,8 @@ class Driver:
         self._tell_again_s = now
         self._first_finding_s: float | None = None
         self._said: set[tuple[int, str, str | None]] = set()
+        self.observed: deque[tuple[float, str]] = deque(maxlen=_OBSERVED)
+        """What rules found that only say so, and when."""
         self._advanced = (0, 0, now)
         self._limits_kept_s = now
         self._removed: set[str] = set()
@@ -219,7 +223,9 @@ class Driver:
             key = (self.state.attempt, one.rule, one.node)
             if key not in self._said:
                 self._said.add(key)
-                self._say(f"observed: {one.rule}{f' on {one.node}' if one.node else ''}: {one.detail}")
+                text = f"{one.rule}{f' on {one.node}' if one.node else ''}: {one.detail}"
+                self.observed.append((self.clock.now(), text))
+                self._say(f"observed: {text}")
 
     def _follow(self, now: float) -> None:
         """Steps, checkpoints, and the end."""

@@ -197,9 +197,19 @@ def held(folder: Path) -> Any:
 
 def address_of(folder: Path) -> tuple[str, int]:
     """Where the driver of a job's folder listens. Raises RunFolderError when there is none."""
+    found = _driver_file(folder)
+    return str(found["host"]), int(found["port"])
+
+
+def driver_pid(folder: Path) -> int:
+    """The process that drives a job's folder. Raises RunFolderError when there is none."""
+    return int(_driver_file(folder)["pid"])
+
+
+def _driver_file(folder: Path) -> dict[str, Any]:
     try:
         found = json.loads((folder / DRIVER_FILE).read_text())
-        return str(found["host"]), int(found["port"])
+        return {name: found[name] for name in ("host", "port", "pid")}
     except (OSError, ValueError, KeyError) as error:
         raise RunFolderError(
             f"no driver has {folder.parent}; start one with `megascale drive EXPERIMENT --run-folder {folder.parent}`"

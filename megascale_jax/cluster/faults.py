@@ -1,19 +1,35 @@
-"""The faults that a drill injects into a live local job: signals to real processes, nodes switched off, rotten checkpoints."""
+"""The faults that a drill injects into a live job: signals to real processes, nodes without power, cut links, full disks, rotten bytes."""
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol
 
 import psutil
 
+from megascale_jax.checkpoint.manifest import published_steps
 from megascale_jax.cluster.backends.local import executor_process, switch_off, switch_on
+from megascale_jax.cluster.freezer import freezer_root, frozen, slowed
+from megascale_jax.cluster.lifecycle import NodeStatus
+from megascale_jax.cluster.proxy import Proxy
+from megascale_jax.cluster.small_disk import filled
 from megascale_jax.errors import UsageError
+
+SLOW_SHARE = 0.3
+SLOW_S = 40.0
+FULL_S = 20.0
+DROPPED_S = 6.0
+DELAYED_S = 2.0
+WITHOUT_SPARES_S = 15.0
+SHRUNK_STEPS = 3
+FLAPS_S = (3.0, 4.0, 3.0)
+"""Without power, with it, without it again."""
 
 
 class Job(Protocol):
@@ -21,6 +37,12 @@ class Job(Protocol):
 
     folder: Path
     """Its run folder."""
+    proxy: Proxy | None
+    """Relays between its nodes and its driver; ``None``: it was started without one."""
+    has_small_disk: bool
+    """Its folder is a disk of its own, which may be filled."""
+    shrinks: bool
+    """It may go on with fewer nodes."""
 
     def status(self) -> dict[str, Any] | None:
         """What the driver says; ``None`` while there is none."""
@@ -31,51 +53,83 @@ class Job(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A kind of fault. ``inject`` returns what undoes it once the job has recovered."""
-
-    inject: Callable[[Job, dict[str, Any], str], Callable[[], None]]
-    hits_node: bool = True
-    interrupts: bool = True
-
-
 def _nothing() -> None:
     return None
+
+
+@dataclass
+class Injury:
+    """What was done to a job. ``undo`` once it has recovered, or as soon as ``is_enough`` says so; ``nodes`` were hurt."""
+
+    nodes: frozenset[str]
+    undo: Callable[[], None] = _nothing
+    is_enough: Callable[[dict[str, Any] | None], bool] | None = None
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A kind of fault. ``interrupts``: training has to be interrupted; ``None``: it may be."""
+
+    inject: Callable[[Job, dict[str, Any], str], Injury]
+    hits_node: bool = True
+    interrupts: bool | None = True
+    lacks: Callable[[Job], str] = field(default=lambda job: "")
+    """Why it cannot be injected into a job; empty when it can."""
+    looks_for: str | None = None
+    """Rule that should say something, although nothing needs to be done."""
 
 
 def _pid(status: Mapping[str, Any], node: str) -> int:
     return status["nodes"][node]["processes"][0]["pid"]
 
 
-def _node_folder(job: Job, node: str) -> Path:
+def node_folder(job: Job, node: str) -> Path:
+    """Where a node of a job on this machine keeps its logs."""
     return job.folder / "cluster" / "nodes" / node
 
 
 def _executor(job: Job, node: str) -> int:
-    process = executor_process(_node_folder(job, node))
+    process = executor_process(node_folder(job, node))
     if process is None:
-        raise UsageError(f"{node} has no executor on this machine: a drill needs a local job")
+        raise UsageError(f"{node} has no executor on this machine: a drill needs a job whose nodes are here")
     return process.pid
 
 
-def _process_killed(job: Job, status: dict[str, Any], node: str) -> Callable[[], None]:
-    os.kill(_pid(status, node), signal.SIGKILL)
-    return _nothing
+def _after(seconds: float) -> Callable[[object], bool]:
+    limit = time.monotonic() + seconds
+    return lambda _: time.monotonic() > limit
 
 
-def _process_halted(job: Job, status: dict[str, Any], node: str) -> Callable[[], None]:
-    os.kill(_pid(status, node), signal.SIGSTOP)
-    return _nothing
+def _held(inside: AbstractContextManager[object]) -> Callable[[], None]:
+    """Enter a context; what leaves it."""
+    stack = ExitStack()
+    stack.enter_context(inside)
+    return stack.close
 
 
-def _executor_killed(job: Job, status: dict[str, Any], node: str) -> Callable[[], None]:
+def _signalled(number: signal.Signals) -> Callable[[Job, dict[str, Any], str], Injury]:
+    def inject(job: Job, status: dict[str, Any], node: str) -> Injury:
+        os.kill(_pid(status, node), number)
+        return Injury(frozenset({node}))
+
+    return inject
+
+
+def _process_frozen(job: Job, status: dict[str, Any], node: str) -> Injury:
+    return Injury(frozenset({node}), _held(frozen(_pid(status, node))))
+
+
+def _process_slowed(job: Job, status: dict[str, Any], node: str) -> Injury:
+    return Injury(frozenset({node}), _held(slowed(_pid(status, node), SLOW_SHARE)), _after(SLOW_S))
+
+
+def _executor_killed(job: Job, status: dict[str, Any], node: str) -> Injury:
     os.kill(_executor(job, node), signal.SIGKILL)
-    return _nothing
+    return Injury(frozenset({node}))
 
 
-def _executor_halted(job: Job, status: dict[str, Any], node: str) -> Callable[[], None]:
-    """Its beats stop while its training goes on: what a partition of the control network looks like."""
+def _executor_halted(job: Job, status: dict[str, Any], node: str) -> Injury:
+    """Its beats stop while its training goes on, and its connection stays open."""
     pid = _executor(job, node)
     os.kill(pid, signal.SIGSTOP)
 
@@ -83,44 +137,109 @@ def _executor_halted(job: Job, status: dict[str, Any], node: str) -> Callable[[]
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 
-    return undo
+    return Injury(frozenset({node}), undo)
 
 
-def _beats_delayed(job: Job, status: dict[str, Any], node: str) -> Callable[[], None]:
+def _beats_delayed(job: Job, status: dict[str, Any], node: str) -> Injury:
     pid = _executor(job, node)
     os.kill(pid, signal.SIGSTOP)
-    time.sleep(2.0)
+    time.sleep(DELAYED_S)
     os.kill(pid, signal.SIGCONT)
-    return _nothing
+    return Injury(frozenset({node}))
 
 
-def _driver_killed(job: Job, status: dict[str, Any], node: str) -> Callable[[], None]:
+def _beats_dropped(job: Job, status: dict[str, Any], node: str) -> Injury:
+    """Nothing passes between a node and the driver, for less time than makes it lost."""
+    assert job.proxy is not None, "asked for by `lacks`"
+    return Injury(frozenset({node}), _held(job.proxy.cut_off(_executor(job, node))), _after(DROPPED_S))
+
+
+def _node_partitioned(job: Job, status: dict[str, Any], node: str) -> Injury:
+    assert job.proxy is not None, "asked for by `lacks`"
+    return Injury(frozenset({node}), _held(job.proxy.cut_off(_executor(job, node))))
+
+
+def _driver_killed(job: Job, status: dict[str, Any], node: str) -> Injury:
     job.kill_driver()
-    return _nothing
+    return Injury(frozenset())
 
 
-def _node_down(job: Job, status: dict[str, Any], node: str) -> Callable[[], None]:
-    folder = _node_folder(job, node)
-    switch_off(folder)
-    return lambda: switch_on(folder)
+def _off(job: Job, *nodes: str) -> Callable[[], None]:
+    for node in nodes:
+        switch_off(node_folder(job, node))
+
+    def on() -> None:
+        for node in nodes:
+            switch_on(node_folder(job, node))
+
+    return on
 
 
-def _checkpoint_corrupt(job: Job, status: dict[str, Any], node: str) -> Callable[[], None]:
+def _node_down(job: Job, status: dict[str, Any], node: str) -> Injury:
+    return Injury(frozenset({node}), _off(job, node))
+
+
+def _node_flapping(job: Job, status: dict[str, Any], node: str) -> Injury:
+    def flap() -> None:
+        for is_off, seconds in zip((True, False, True), FLAPS_S, strict=True):
+            (switch_off if is_off else switch_on)(node_folder(job, node))
+            time.sleep(seconds)
+        switch_on(node_folder(job, node))
+
+    thread = threading.Thread(target=flap, name="flapping", daemon=True)
+    thread.start()
+    return Injury(frozenset({node}), thread.join, lambda _: not thread.is_alive())
+
+
+def _spares(status: Mapping[str, Any]) -> list[str]:
+    return [name for name, node in status["nodes"].items() if node["status"] == NodeStatus.READY]
+
+
+def _spares_exhausted(job: Job, status: dict[str, Any], node: str) -> Injury:
+    """A node and every spare go down: the job waits until there are enough again."""
+    gone = (*_spares(status), node)
+    return Injury(frozenset(gone), _off(job, *gone), _after(WITHOUT_SPARES_S))
+
+
+def _shrunk(job: Job, status: dict[str, Any], node: str) -> Injury:
+    """As `_spares_exhausted`, for longer than the job waits: it goes on with fewer nodes, and grows back when they return."""
+    gone, full = (*_spares(status), node), len(status["seats"])
+    steps: list[int] = []
+
+    def has_trained(now: dict[str, Any] | None) -> bool:
+        if now is not None and now["phase"] == "running" and len(now["seats"]) < full:
+            steps.append(now["step"])
+        return bool(steps) and steps[-1] >= steps[0] + SHRUNK_STEPS
+
+    return Injury(frozenset(gone), _off(job, *gone), has_trained)
+
+
+def _disk_full(job: Job, status: dict[str, Any], node: str) -> Injury:
+    """No byte can be written in the run folder: no checkpoint, no metrics, no log, no journal."""
+    return Injury(frozenset(), _held(filled(job.folder)), _after(FULL_S))
+
+
+def _checkpoint_corrupt(job: Job, status: dict[str, Any], node: str) -> Injury:
     """Everything in memory is lost, and the newest checkpoint on the disk is rotten."""
-    steps = sorted((int(path.name) for path in (job.folder / "checkpoints").iterdir() if path.name.isdecimal()), reverse=True)
-    complete = [step for step in steps if (job.folder / "checkpoints" / str(step) / "manifest.json").is_file()]
+    place = job.folder / "checkpoints"
+    complete = published_steps(place)
     if len(complete) > 1:
-        files = [path for path in (job.folder / "checkpoints" / str(complete[0])).rglob("*") if path.is_file() and "/d/" in str(path)]
-        largest = max(files, key=lambda path: path.stat().st_size)
-        with largest.open("r+b") as file:
-            file.seek(largest.stat().st_size // 2)
-            byte = file.read(1)
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte[0] ^ 0xFF]))
+        files = [path for path in (place / str(complete[-1])).rglob("*") if path.is_file() and "/d/" in str(path)]
+        flip_byte(max(files, key=lambda path: path.stat().st_size))
     for keeper in _keepers(job):
         with suppress(psutil.NoSuchProcess):
             keeper.kill()
-    return _process_killed(job, status, node)
+    os.kill(_pid(status, node), signal.SIGKILL)
+    return Injury(frozenset({node}))
+
+
+def flip_byte(path: Path) -> None:
+    """Change the byte in the middle of a file."""
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 0xFF]))
 
 
 def _keepers(job: Job) -> Iterator[psutil.Process]:
@@ -131,23 +250,47 @@ def _keepers(job: Job) -> Iterator[psutil.Process]:
                 yield process
 
 
+def _lacks_freezer(job: Job) -> str:
+    return "" if freezer_root() is not None else "this user may not make groups of cgroup v2"
+
+
+def _lacks_proxy(job: Job) -> str:
+    return "" if job.proxy is not None else "its nodes reach their driver without a proxy of this drill"
+
+
+def _lacks_disk(job: Job) -> str:
+    return "" if job.has_small_disk else "its run folder is no small disk of the drill's own"
+
+
+def _lacks_shrinking(job: Job) -> str:
+    return "" if job.shrinks else "it may not shrink (--shrink)"
+
+
 KINDS: Mapping[str, Fault] = {
-    "process_killed": Fault(_process_killed),
-    "process_halted": Fault(_process_halted),
+    "process_killed": Fault(_signalled(signal.SIGKILL)),
+    "process_halted": Fault(_signalled(signal.SIGSTOP)),
+    "process_frozen": Fault(_process_frozen, lacks=_lacks_freezer),
+    "process_slowed": Fault(_process_slowed, interrupts=False, lacks=_lacks_freezer, looks_for="step_drift"),
     "executor_killed": Fault(_executor_killed),
     "executor_halted": Fault(_executor_halted),
     "beats_delayed": Fault(_beats_delayed, interrupts=False),
+    "beats_dropped": Fault(_beats_dropped, interrupts=False, lacks=_lacks_proxy),
+    "node_partitioned": Fault(_node_partitioned, lacks=_lacks_proxy),
     "driver_killed": Fault(_driver_killed, hits_node=False, interrupts=False),
     "node_down": Fault(_node_down),
+    "node_flapping": Fault(_node_flapping),
+    "spares_exhausted": Fault(_spares_exhausted),
+    "shrunk": Fault(_shrunk, lacks=_lacks_shrinking),
+    "disk_full": Fault(_disk_full, hits_node=False, interrupts=None, lacks=_lacks_disk),
     "checkpoint_corrupt": Fault(_checkpoint_corrupt),
 }
 
 
-def draw(faults: int, seed: int) -> list[tuple[str, int]]:
+def draw(faults: int, seed: int, kinds: Mapping[str, Fault] = KINDS) -> list[tuple[str, int]]:
     """A random scenario over all kinds: kind, and a number that chooses the node. Every kind comes before one comes again."""
     random, drawn = Random(seed), []
     while len(drawn) < faults:
-        kinds = list(KINDS)
-        random.shuffle(kinds)
-        drawn += [(kind, random.randrange(1 << 16)) for kind in kinds]
+        names = list(kinds)
+        random.shuffle(names)
+        drawn += [(kind, random.randrange(1 << 16)) for kind in names]
     return drawn[:faults]

@@ -6,6 +6,8 @@ from megascale_jax.cluster.driver import Driver
 from megascale_jax.cluster.state import State
 from megascale_jax.cluster.story import summed_up
 
+STEADY = {"step": 1000}
+"""Passes of a process that has been training for a while."""
 _SHOWN = 20
 """Incidents in a status: an answer has a limited size, and the journal has them all."""
 
@@ -33,6 +35,8 @@ def status_of(driver: Driver) -> dict[str, Any]:
         },
         "num_incidents": len(state.incidents),
         "incidents": [incident.model_dump(mode="json") | {"text": summed_up(incident)} for incident in state.incidents[-_SHOWN:]],
+        "observed": [[at_s, text] for at_s, text in driver.observed],
+        "step_limit_s": driver.watcher.limits.limit_s("step", STEADY),
         "alarms": list(state.alarms),
         "outcome": state.outcome,
         "exit_code": state.exit_code,

@@ -1,8 +1,9 @@
 """Where prepared data goes: a folder that gets its name by one rename, or an object store, where the manifest is written last.
 
 An existing output is left alone unless it was made from an equal request (then there is nothing to do) or may be replaced. In an object
-store new rows and their tokenizer lie beside the old ones until the new manifest takes the place of the old one, in one step; whoever still reads the old rows
-then finds them missing, never others in their place. What a killed upload left behind has no manifest, and is written over.
+store new rows and their tokenizer lie beside the old ones until the new manifest takes the place of the old one, in one step; whoever still
+reads the old rows then finds them missing, never others in their place. What a killed upload left behind has no manifest, and is
+written over.
 """
 
 import secrets

@@ -21,7 +21,7 @@ def test_newest_good_checkpoint_survives_every_kind_of_fault(tmp_path):
 
 
 def test_full_disk_without_a_disk_of_our_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(fault_checkpoint, "mount_tmpfs", lambda folder: False)
+    monkeypatch.setattr(fault_checkpoint, "mount_small_disk", lambda folder, size: False)
     monkeypatch.setattr(fault_checkpoint, "KINDS", (fault_checkpoint.disk_full,))
     outcomes = fault_checkpoint.campaign(tmp_path / "drill", 3, seed=0, show=False)
     assert all(one["recovered"] and not one["lost_good"] for one in outcomes), outcomes

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megascale_jax.cli.job import ask_driver
+from megascale_jax.cluster.asking import ask_driver
 from megascale_jax.cluster.link.audit import verify
 from megascale_jax.errors import MegascaleError
 from megascale_jax.observe.metrics import read_metrics

@@ -1,0 +1,34 @@
+"""A disk of its own for what a drill fills: a tmpfs of a given size, where this user may mount one."""
+
+import ctypes
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_DETACH = 2
+
+
+def mount_small_disk(folder: Path, num_bytes: int) -> bool:
+    """Mount a tmpfs of that size on an empty folder; False where that is not allowed."""
+    library = ctypes.CDLL(None, use_errno=True)
+    return library.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, f"size={num_bytes}".encode()) == 0
+
+
+def unmount(folder: Path) -> None:
+    """The contrary of `mount_small_disk`; what still has files there keeps them."""
+    ctypes.CDLL(None).umount2(os.fsencode(folder), _DETACH)
+
+
+@contextmanager
+def filled(folder: Path, room: int = 0) -> Iterator[None]:
+    """The folder's disk has ``room`` bytes left in here. Raises OSError when it cannot be filled."""
+    filler = folder / "filler.bin"
+    with filler.open("wb") as stream:
+        try:
+            if (size := shutil.disk_usage(folder).free - room) > 0:
+                os.posix_fallocate(stream.fileno(), 0, size)
+            yield
+        finally:
+            filler.unlink()
