@@ -34,7 +34,7 @@ gpu-wheels: $(VENV)/.installed ## wheels in build/gpu-wheels for gpu-check on a 
 lint: $(VENV)/.installed-dev ## ruff on Python, shellcheck on shell
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/shellcheck .ci/run launch/*.sh launch/slurm.sbatch
+	$(BIN)/shellcheck .ci/run launch/*.sh launch/*.sbatch
 
 types: $(VENV)/.installed-dev ## pyright
 	$(BIN)/pyright --pythonpath $(BIN)/python

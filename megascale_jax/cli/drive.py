@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megascale_jax.cluster.lifecycle import ENDS, Phase
+from megascale_jax.cluster.moves import EXIT_NO_NODES
 from megascale_jax.config.load import load_experiment
 from megascale_jax.errors import ConfigError
 
@@ -25,12 +26,15 @@ class BackendName(StrEnum):
     """What runs the nodes."""
 
     LOCAL = "local"
+    SLURM = "slurm"
 
 
 def drive(
     experiment: Annotated[str, typer.Argument(help="name of an experiment (`megascale config list`) or a YAML file", show_default=False)],
     overrides: Annotated[list[str] | None, typer.Argument(help="changes, such as cluster.grace_s=30", show_default=False)] = None,
-    backend: Annotated[BackendName, typer.Option(help="local: nodes are processes of this machine")] = BackendName.LOCAL,
+    backend: Annotated[
+        BackendName, typer.Option(help="local: nodes are processes of this machine; slurm: nodes of the allocation that this runs in")
+    ] = BackendName.LOCAL,
     nodes: Annotated[int, typer.Option(min=1, help="nodes that train")] = 1,
     spares: Annotated[int, typer.Option(min=0, help="further nodes that stand by")] = 0,
     run_folder: Annotated[Path | None, typer.Option(help="where the run lives; default runs/EXPERIMENT", show_default=False)] = None,
@@ -48,6 +52,9 @@ def drive(
 
     One executor a node starts, watches and stops its training process. Ctrl-C saves and stops. A driver that was killed is
     started again with the same command: it reads its journal and takes over the executors that run on.
+
+    With Slurm: `sbatch --nodes 10 launch/slurm-drive.sbatch gpt-13b --nodes 8 --spares 2`, or this command with --backend slurm within
+    `salloc --no-kill --nodes 10`. The run folder must be on a file system that all nodes share.
 
     Exit code 0: all steps done, or stopped by an operator; 20: no progress after several recoveries; 21: too few nodes are left;
     2: the request cannot be carried out.
@@ -69,20 +76,27 @@ def drive(
         if fresh:
             with folder.taken(resolved, fresh=True):
                 pass
-        status = _drive(resolved, folder, command, nodes, open_engine(backend, nodes + spares), port)
+        engine = open_engine(backend, nodes, spares, resolved)
+        status = _drive(resolved, folder, command, nodes, engine, port)
     if status is not None:
         if json is not None:
             write_json(json, status)
+        if status["exit_code"] == EXIT_NO_NODES and (done := engine.start_over()):
+            say(done)
         _end(status)
 
 
-def open_engine(backend: BackendName, number: int) -> "Engine":
-    """Where ``number`` nodes come from. Raises BackendError when that is not to be had here."""
+def open_engine(backend: BackendName, nodes: int, spares: int, experiment: "Experiment") -> "Engine":
+    """Where the nodes come from. Raises UsageError when they are not to be had here."""
     match backend:
         case BackendName.LOCAL:
             from megascale_jax.cluster.backends.local import LocalEngine
 
-            return LocalEngine(number)
+            return LocalEngine(nodes + spares)
+        case BackendName.SLURM:
+            from megascale_jax.cluster.backends.slurm import SlurmEngine
+
+            return SlurmEngine(nodes, spares, experiment.cluster.slurm, say)
 
 
 def _drive(

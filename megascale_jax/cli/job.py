@@ -101,6 +101,8 @@ def _show(found: dict[str, Any]) -> None:
     console.print(table)
     for incident in found["incidents"]:
         console.print(Text(incident["text"]))
+    for what, text in found["where"].items():
+        console.print(Text(f"{what}: {text}", style="dim"))
     for at_s, text in found["observed"]:
         console.print(Text(f"{found['now_s'] - at_s:.0f} s ago: {text}"))
     for alarm in found["alarms"]:

@@ -101,7 +101,8 @@ class Driver:
                 node = self.state.nodes.get(name)
                 if message.is_idle:
                     self._stuck.discard(name)
-                if node is not None and node.lost_at_s is not None and name in self._hellos and name not in self._stuck:
+                is_back = node is not None and node.lost_at_s is not None and name in self._hellos and name not in self._stuck
+                if is_back and self.backend.is_alive(name) is not False:  # else its last words were late
                     self._present(name, self._hellos[name])  # it was silent, and its connection has survived
                     self.beats[name] = message
             case Diagnosis() if self.examination is not None:
@@ -265,13 +266,15 @@ class Driver:
         assert incident is not None, "a job without an incident is not diagnosed"
         if self.examination is None:
             nodes = [name for name, node in self.state.nodes.items() if node.lost_at_s is None and node.status != NodeStatus.EVICTED]
-            known = {
-                name: Node(address=self.state.nodes[name].address, ports=self.state.nodes[name].ports[-MOST_ROUNDS:]) for name in nodes
-            }
+            known = {name: self._in_pairs(name) for name in nodes}
             self.examination = Examination(self.state.attempt, incident, known, Baseline(), self.config.diagnose_s)
         if (result := self.examination.result(now)) is not None:
             self.record(result)
             self.examination = None
+
+    def _in_pairs(self, name: str) -> Node:
+        node, hello = self.state.nodes[name], self._hellos.get(name)
+        return Node(address=node.address, ports=node.ports[-MOST_ROUNDS:], switch=hello.switch if hello is not None else None)
 
     def _have_nodes(self) -> None:
         """Have the backend run what should run, and take out what was evicted."""

@@ -12,21 +12,24 @@ import os
 import platform
 import secrets
 import signal
-import socket
+import stat
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from pydantic import TypeAdapter
 
 from megascale_jax.cluster.counters import read_counters
-from megascale_jax.cluster.diagnose.request import Options
+from megascale_jax.cluster.diagnose.request import Options, switch_of
 from megascale_jax.cluster.diagnose.run import run_checks
 from megascale_jax.cluster.executor import Executor
+from megascale_jax.cluster.executor_file import record_executor
 from megascale_jax.cluster.job import token_file
 from megascale_jax.cluster.link.client import LinkClient
 from megascale_jax.cluster.link.security import Security
 from megascale_jax.cluster.messages import DiagnosisOrder, Hello, ToNode
-from megascale_jax.cluster.ports import free_ports
+from megascale_jax.cluster.ports import address_towards, free_ports
 from megascale_jax.cluster.processes import TrainingProcesses
 from megascale_jax.errors import UsageError
 from megascale_jax.observe.provenance import library_versions
@@ -34,14 +37,8 @@ from megascale_jax.observe.provenance import library_versions
 _logger = logging.getLogger(__name__)
 _PORTS = 16
 """For the coordinators of as many attempts, in turn."""
-
-
-def address_towards(driver: tuple[str, int]) -> str:
-    """The address of this node from which the driver is reached."""
-    family = socket.getaddrinfo(*driver, type=socket.SOCK_DGRAM)[0][0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(driver)
-        return str(probe.getsockname()[0])
+_LOCK_S = 5.0
+"""Longest wait for an executor of the same folder to be gone."""
 
 
 def software() -> dict[str, str]:
@@ -67,9 +64,29 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--security", required=True, type=Path, metavar="FOLDER", help="made by `megascale certs init`; the token is FOLDER/tokens/NODE"
     )
     parser.add_argument("--node", required=True, help="name of this node in the job")
-    parser.add_argument("--folder", required=True, type=Path, help="of this node, on a local disk: logs, marks")
+    parser.add_argument(
+        "--folder",
+        type=lambda text: Path(os.path.expandvars(text)),
+        help="of this node, on a local disk: logs, marks; may have variables of this node; default: below SLURM_TMPDIR, TMPDIR or /tmp",
+    )
     parser.add_argument("command", nargs="+", help="argv of a training process, after --")
     return parser.parse_args(arguments)
+
+
+def scratch_folder(environment: Mapping[str, str], node: str) -> Path:
+    """A folder for a node on a disk of its own: below ``SLURM_TMPDIR``, ``TMPDIR``, or wherever this machine keeps such things.
+
+    It is this user's alone; raises UsageError when somebody else has it or may write there.
+    """
+    named = (Path(environment[name]) for name in ("SLURM_TMPDIR", "TMPDIR") if environment.get(name))
+    place = next((path for path in named if path.is_dir() and os.access(path, os.W_OK)), Path(tempfile.gettempdir()))
+    folder = place / f"megascale-{os.geteuid()}-{environment.get('SLURM_JOB_ID', 'job')}" / node
+    for path in (folder.parent, folder):
+        path.mkdir(exist_ok=True, mode=0o700)
+        found = path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise UsageError(f"{path} is no folder of this user that nobody else may write to; remove it, or name another with --folder")
+    return folder
 
 
 async def execute(options: argparse.Namespace) -> None:
@@ -78,11 +95,15 @@ async def execute(options: argparse.Namespace) -> None:
     if not port.isdecimal():
         raise UsageError(f"--driver is {options.driver!r}; expected HOST:PORT")
     driver = (host.strip("[]"), int(port))
-    options.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     security = Security.load(options.security, role="client", token=token_file(options.security, options.node))
     address = address_towards(driver)
     hello = Hello(
-        node=options.node, incarnation=secrets.token_hex(8), address=address, ports=free_ports(address, _PORTS), software=software()
+        node=options.node,
+        incarnation=secrets.token_hex(8),
+        address=address,
+        ports=free_ports(address, _PORTS),
+        software=software(),
+        switch=switch_of(os.environ),
     )
     environment = {"MEGASCALE_KEEPER": str(options.folder / "keeper"), "MEGASCALE_LAUNCHER": "megascale drive"}
     link = LinkClient(
@@ -118,7 +139,17 @@ async def execute(options: argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the process."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    asyncio.run(execute(parse(arguments)))
+    options = parse(arguments)
+    options.folder = options.folder or scratch_folder(os.environ, options.node)
+    options.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    lock = FileLock(options.folder / "executor.lock", timeout=_LOCK_S)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise UsageError(f"another executor has {options.folder}; a node has one") from error
+    record_executor(options.folder)
+    _logger.info("executor of %s, process %d on %s; logs: %s", options.node, os.getpid(), platform.node(), options.folder)
+    asyncio.run(execute(options))
 
 
 if __name__ == "__main__":

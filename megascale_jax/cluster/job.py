@@ -20,6 +20,7 @@ JOURNAL_FILE = "journal.sqlite"
 SECURITY_FOLDER = "security"
 TOKEN_DAYS = 365.0
 _PORT = "port"
+_HOST = "host"
 _COMMAND = "command"
 
 
@@ -58,9 +59,10 @@ def check_command(journal: Journal, command: Sequence[str]) -> None:
 
 
 def port_of(journal: Journal, host: str, wanted: int) -> int:
-    """The port of the control link, the same for every driver of the job, since executors come back to it. ``wanted`` 0: any."""
-    known = journal.fact(_PORT)
+    """The port of the control link, the same for every driver of the job on a host, since executors come back to it. ``wanted`` 0: any."""
+    known = journal.fact(_PORT) if journal.fact(_HOST) in (None, host) else None
     port = wanted or (int(known) if known else free_ports(host, 1)[0])
+    journal.keep(_HOST, host)
     journal.keep(_PORT, str(port))
     return port
 

@@ -4,6 +4,7 @@ An executor says `Hello` once a connection and a `Beat` each second. The driver 
 doing, not a change, so a message that is lost, late or doubled does no harm.
 """
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
@@ -11,7 +12,13 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from megascale_jax.cluster.diagnose.request import PairTask
 from megascale_jax.cluster.reports import ProcessReport
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
+Name = Annotated[str, Field(pattern=_NAME)]
+
+
+def is_name(text: str) -> bool:
+    """Whether a node can be called so."""
+    return re.fullmatch(_NAME, text) is not None
 
 
 class Message(BaseModel):
@@ -31,6 +38,7 @@ class Hello(Message):
     software: dict[str, str] = Field(description="versions that should be the same on all nodes")
     machine: str = Field(default="", description="what it runs on; an evicted node that comes on another machine is a new one")
     attempt: int = Field(default=0, description="attempt whose processes it has")
+    switch: str | None = Field(default=None, max_length=255, description="where it hangs in the network, if known")
 
 
 class Beat(Message):

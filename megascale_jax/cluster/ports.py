@@ -1,4 +1,4 @@
-"""Free ports below the range that the kernel hands out to clients, so that nobody takes one between the look and its use."""
+"""Addresses of this host; free ports below the range that the kernel hands out to clients, so that nobody takes one before its use."""
 
 import os
 import secrets
@@ -9,6 +9,14 @@ from megascale_jax.errors import UsageError
 
 _FIRST, _LAST = 20000, 32000
 _TRIES = 400
+
+
+def address_towards(host: tuple[str, int]) -> str:
+    """The address of this host from which another one is reached; nothing is sent. Raises OSError when there is no way."""
+    family, *_, target = socket.getaddrinfo(*host, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
 
 
 def free_ports(address: str, count: int) -> tuple[int, ...]:

@@ -92,5 +92,5 @@ def _is_usable(node: Node) -> bool:
 
 
 def _natural(name: str) -> tuple[str, int]:
-    stem, _, number = name.rpartition("-")
-    return (stem, int(number)) if number.isdecimal() else (name, 0)
+    stem = name.rstrip("0123456789")
+    return stem, int(name[len(stem) :] or 0)

@@ -38,6 +38,7 @@ def status_of(driver: Driver) -> dict[str, Any]:
         "observed": [[at_s, text] for at_s, text in driver.observed],
         "step_limit_s": driver.watcher.limits.limit_s("step", STEADY),
         "alarms": list(state.alarms),
+        "where": dict(driver.backend.facts()),
         "outcome": state.outcome,
         "exit_code": state.exit_code,
     }

@@ -53,6 +53,21 @@ class RulesConfig(_Section):
     traffic_ratio: Annotated[float, Field(gt=0, lt=1)] = Field(default=0.5, description="of the median of the last minutes")
 
 
+class SlurmConfig(_Section):
+    """What only ``--backend slurm`` reads."""
+
+    host: str | None = Field(
+        default=None, description="address, name or interface of the driver's node at which executors reach it; default: towards the others"
+    )
+    node_folder: str | None = Field(
+        default=None,
+        description="folder for logs and marks on a disk of each node, which gets one of its name there; may have $VARIABLES of the node; "
+        "default: below SLURM_TMPDIR, TMPDIR or /tmp",
+    )
+    requeue: bool = Field(default=True, description="have the batch job queued again, for other nodes, when too few are left")
+    max_requeues: Count = Field(default=3, description="times that the job may have been queued again, by Slurm's own doing too")
+
+
 class ClusterConfig(_Section):
     """The driver's settings."""
 
@@ -77,3 +92,4 @@ class ClusterConfig(_Section):
     two_persons: bool = Field(default=True, description="an eviction by hand needs a second admin's confirmation")
     floors: FloorsConfig = Field(default=FloorsConfig(), description="least limits of sections")
     rules: RulesConfig = Field(default=RulesConfig(), description="anomalies")
+    slurm: SlurmConfig = Field(default=SlurmConfig(), description="nodes of a Slurm allocation")

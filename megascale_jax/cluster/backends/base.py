@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+NODES_FOLDER = "nodes"
+"""Below the job's folder: a folder for each node."""
+
 
 @dataclass(frozen=True)
 class Start:
@@ -63,4 +66,8 @@ class Engine(Protocol):
 
     def backend(self, start: Start) -> Backend:
         """The nodes themselves."""
+        ...
+
+    def start_over(self) -> str:
+        """Too few nodes are left: ask for a new set of them if that is possible; what became of it, empty where there is no such thing."""
         ...

@@ -1,11 +1,10 @@
 """Nodes as processes of this machine, so that a laptop shows the whole loop.
 
-A node is a folder with a process: ``executor.json`` says which (pid and start time), ``executor.log`` what it says. Executors have
+A node is a folder with a process: ``executor.json`` says which, ``executor.log`` what it says. Executors have
 sessions of their own and outlive the driver, which finds them again. A file named ``down`` in the folder makes the node a
 machine that is switched off: its executor is not started.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -17,12 +16,10 @@ from pathlib import Path
 
 import psutil
 
-from megascale_jax.cluster.backends.base import Start
+from megascale_jax.cluster.backends.base import NODES_FOLDER, Start
+from megascale_jax.cluster.executor_file import executor_process
 from megascale_jax.errors import BackendError
-from megascale_jax.observe.report import replace_file
 
-NODES_FOLDER = "nodes"
-EXECUTOR_FILE = "executor.json"
 DOWN_FILE = "down"
 
 
@@ -37,6 +34,10 @@ class LocalEngine:
     def backend(self, start: Start) -> "LocalBackend":
         """Processes below ``nodes`` of the job's folder."""
         return LocalBackend(start.folder / NODES_FOLDER, local_command(start.driver, start.security, start.training))
+
+    def start_over(self) -> str:
+        """This machine is all there is."""
+        return ""
 
 
 class LocalBackend:
@@ -65,17 +66,13 @@ class LocalBackend:
                     start_new_session=True,
                 )
             self._children[name] = child
-            record = {"pid": child.pid, "started": started_ticks(child.pid)}
-            replace_file(node / EXECUTOR_FILE, json.dumps(record).encode())
         except OSError as error:
             raise BackendError(f"its executor cannot be started: {error}") from error
 
     def is_alive(self, name: str) -> bool | None:
-        """Whether the process of ``executor.json`` is there and is the one that was started."""
-        if (child := self._children.get(name)) is not None:
-            child.poll()  # takes it away when it has ended
-        process = executor_process(self._folder / name)
-        return process is not None
+        """Whether the process that was started, or the one of ``executor.json``, is there."""
+        child = self._children.get(name)
+        return (child is not None and child.poll() is None) or executor_process(self._folder / name) is not None
 
     def remove(self, name: str, machine: str, reason: str) -> None:
         """End the executor; the kernel ends its processes with it. The driver asks for this once they are no longer needed."""
@@ -86,6 +83,8 @@ class LocalBackend:
 
     def release(self, name: str) -> None:
         """End the executor, as in `remove`."""
+        if (child := self._children.get(name)) is not None:
+            child.kill()  # it may not have said yet which process it is
         process = executor_process(self._folder / name)
         if process is not None:
             with suppress(psutil.NoSuchProcess):
@@ -94,23 +93,6 @@ class LocalBackend:
     def facts(self) -> Mapping[str, str]:
         """The folder of the nodes."""
         return {"nodes": str(self._folder)}
-
-
-def executor_process(node: Path) -> psutil.Process | None:
-    """The executor of a node's folder if it runs."""
-    try:
-        record = json.loads((node / EXECUTOR_FILE).read_text())
-        process = psutil.Process(record["pid"])
-        if process.status() == psutil.STATUS_ZOMBIE or started_ticks(record["pid"]) != record["started"]:
-            return None
-    except (OSError, ValueError, KeyError, psutil.NoSuchProcess):
-        return None
-    return process
-
-
-def started_ticks(pid: int) -> int:
-    """When a process was started, in the kernel's ticks since boot: unlike a date, no clock can change it. Raises OSError without it."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def local_command(driver: tuple[str, int], security: Path, training: Sequence[str]) -> tuple[list[str], list[str]]:

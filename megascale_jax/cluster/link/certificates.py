@@ -1,7 +1,7 @@
 """A certificate authority of one's own, and what it signs: P-256 keys, files for their owner only.
 
 ca.pem ca.key            the authority; its key is needed to make certificates only and may be kept elsewhere
-driver.pem driver.key    the driver; valid for the hosts given, localhost, 127.0.0.1 and ::1
+driver.pem driver.key    the driver; valid for the name `DRIVER_NAME`, the hosts given, localhost, 127.0.0.1 and ::1
 client.pem client.key    executors and operators; what they may do is said by their tokens
 signing.key              signs tokens; the driver's
 job                      the job's identity, which tokens carry
@@ -24,6 +24,8 @@ from megascale_jax.checkpoint.cipher import KEY_BYTES
 from megascale_jax.errors import UsageError
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+DRIVER_NAME = "megascale-driver"
+"""What clients of a folder verify: the driver may come up on another host, with the same authority and the same name."""
 
 _BACKDATED = datetime.timedelta(days=1)
 """A node whose clock is behind accepts a new certificate."""
@@ -34,7 +36,7 @@ def make_folder(folder: Path, hosts: Sequence[str], *, job: str | None = None, d
 
     Raises UsageError when a host is no name or address, or when a file is there and ``force`` is false.
     """
-    names = [_san(host) for host in dict.fromkeys([*hosts, *LOCAL_HOSTS])]
+    names = [_san(host) for host in dict.fromkeys([DRIVER_NAME, *hosts, *LOCAL_HOSTS])]
     ca_key, ca = _authority(days)
     contents = {"ca.pem": _pem(ca), "ca.key": _private(ca_key)}
     for name, usage, sans in (

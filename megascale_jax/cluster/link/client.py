@@ -145,7 +145,7 @@ async def connect(
         connection.hang_up(None)
         raise LinkError(
             f"{_text(address)} is not the driver of {security.ca}: {error.verify_message}; expected a certificate for "
-            f"{security.server_name or address[0]} (`megascale certs init --host`)"
+            f"{security.server_name or address[0]} (`megascale certs init`)"
         ) from error
     except TimeoutError as error:
         connection.hang_up(None)

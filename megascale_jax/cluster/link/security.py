@@ -17,7 +17,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 
 from megascale_jax.checkpoint.cipher import read_key, read_private
-from megascale_jax.cluster.link.certificates import write_private
+from megascale_jax.cluster.link.certificates import DRIVER_NAME, write_private
 from megascale_jax.cluster.link.tokens import Role, Token, TokenRefused, read_unverified, sign
 from megascale_jax.errors import UsageError
 
@@ -61,6 +61,7 @@ class Security:
             job=job,
             token=chosen,
             signing_key=place / "signing.key" if role == "driver" else None,
+            server_name=DRIVER_NAME,
         )
         security.check()
         return security
