@@ -221,3 +221,27 @@ def test_random_faults_end_in_a_finished_run(tmp_path_factory, faults) -> None:
     assert not any(node.status == NodeStatus.EVICTED for node in state.nodes.values()), "no node was bad"
     struck = {f"node-{number}" for kind, number, _ in faults if kind != "driver"}
     assert {name for incident in state.incidents for name in incident.named} <= struck
+
+
+def test_a_job_that_comes_up_on_other_nodes_goes_on_there(world) -> None:
+    """Its batch script was queued again: the journal knows the old nodes, the engine has others."""
+    for name in world.names:
+        world.power_off(name)
+    world.names = tuple(f"other-{number}" for number in range(6))
+    world.kill_driver()
+    began = world.now
+    world.until_step(20)
+    incident = world.driver.state.incidents[0]
+    assert set(incident.named) >= {"node-0", "node-1", "node-2", "node-3"} and incident.resumed_step == 10
+    assert set(world.driver.state.seats) < set(world.names), "ranks on nodes that are there"
+    assert world.now - began < CONFIG.grace_s + 20, "the old ones are waited for within their grace, not longer"
+    assert not any(node.status == NodeStatus.EVICTED for node in world.driver.state.nodes.values())
+
+
+def test_the_last_words_of_a_dead_executor_do_not_bring_it_back(world) -> None:
+    beat = world.driver.beats["node-1"]
+    world.power_off("node-1")
+    world.run(0.3)
+    assert world.driver.state.nodes["node-1"].lost_at_s is not None
+    world.driver.heard("node-1", beat)
+    assert world.driver.state.nodes["node-1"].lost_at_s is not None

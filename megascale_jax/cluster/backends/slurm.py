@@ -139,7 +139,7 @@ class SlurmBackend:
     def ensure(self, name: str) -> None:
         """Start the step unless it runs, or may run. Raises BackendError when the node is down, or its last step failed."""
         is_alive, look, now = self.is_alive(name), self._look(), self._clock()
-        if look is None and self._worker.trouble and now > self._began_s + FRESH_S:
+        if is_alive is None and look is None and self._worker.trouble and now > self._began_s + FRESH_S:
             raise BackendError(f"nothing is known of Slurm's nodes: {self._worker.trouble}")
         if look is not None and (state := look.nodes.get(name)) is not None and state.is_down:
             self._end(look.steps.get(name, ()))
@@ -151,7 +151,7 @@ class SlurmBackend:
             return
         count, words = self._failures.get(name, (0, ""))
         if now < self._started_s.get(name, 0.0) + (0.0 if count == 0 else min(_LONGEST_WAIT_S, 2.0**count)):
-            raise BackendError(f"its step ended: {words or 'see srun.log'}")
+            raise BackendError(f"its step ended: {words}; see {self._folder / name}/executor.log")
         self._starts = [at_s for at_s in self._starts if at_s > now - 1.0]
         if len(self._starts) < _STARTS_PER_S:
             self._starts.append(now)

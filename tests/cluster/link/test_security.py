@@ -5,6 +5,7 @@ import os
 import time
 
 import pytest
+from cryptography import x509
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -163,3 +164,12 @@ def test_the_command_line(tmp_path):
     assert isinstance(CliRunner().invoke(app, ["token", place, "--name", "../x", "--role", "admin"]).exception, UsageError)
     assert isinstance(CliRunner().invoke(app, ["init", place]).exception, UsageError)
     assert isinstance(CliRunner().invoke(app, ["init", place, "--force", "--host", "ü"]).exception, UsageError)
+
+
+def test_a_driver_is_known_by_its_name_wherever_it_comes_up(tmp_path):
+    """After a new start on a host that the certificate does not name: the certificate is checked for the job's fixed name instead."""
+    make_folder(tmp_path / "certs", ["10.0.0.7"])
+    client = Security.load(tmp_path / "certs", role="driver")
+    names = x509.load_pem_x509_certificate(client.certificate.read_bytes()).extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    assert client.server_name in names.value.get_values_for_type(x509.DNSName)
+    assert str(names.value.get_values_for_type(x509.IPAddress)[0]) == "10.0.0.7"
