@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from megascale_jax.cli.job import ask_driver
+from megascale_jax.cluster.backends.slurm_worker import LOOK_S
 from megascale_jax.cluster.executor_file import executor_process
 from megascale_jax.cluster.job import token_file
 from megascale_jax.cluster.link.security import Security, make_token
@@ -22,13 +23,13 @@ from tests.multiprocess.test_drive import has_beats
 from tests.multiprocess.test_resume import OVERRIDES, ROOT
 from tests.real_slurm import RealSlurm, missing_programs, real_slurm
 
-LIMIT_S = 90.0
+LIMIT_S = 120.0
 pytestmark = pytest.mark.skipif(bool(missing_programs()), reason=f"Slurm is not installed: no {', '.join(missing_programs())}")
 
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory) -> Iterator[RealSlurm]:
-    with real_slurm(tmp_path_factory.mktemp("slurm"), 4) as cluster:
+    with real_slurm(tmp_path_factory.mktemp("slurm"), 5) as cluster:
         yield cluster
 
 
@@ -116,15 +117,44 @@ def wait_for(condition: Callable[[], bool], what: Callable[[], object]) -> None:
 
 
 def test_a_driven_allocation_heals(slurm, tmp_path) -> None:
-    job = BatchJob(slurm, tmp_path, 3, "cluster.grace_s=6", "--nodes", "2", "--spares", "1")
+    job = BatchJob(slurm, tmp_path, 3, "cluster.grace_s=8", "cluster.wait_s=15", "--nodes", "2", "--spares", "1")
     status = job.until("start", lambda status: is_well(status) and status["step"] >= 3 and len(status["nodes"]) == 3)
-    assert set(status["nodes"]) == set(job.steps()) == {"n1", "n2", "n3"}
+    assert set(status["nodes"]) == set(job.steps()) == set(slurm.names[:3])
+    first, victim = status["seats"]
+    status = kill_process(job, status, victim)
+    status = kill_executor(job, status, victim)
+    status = kill_driver(job, status)
+    spare = evict(slurm, job, status, victim)
 
-    victim = status["seats"][1]
+    job.order("uncordon", node=victim)
+    job.until("uncordoned", lambda status: status["nodes"][victim]["status"] == "ready" and status["step"] >= 20)
+    wait_for(lambda: "DRAIN" not in slurm.states()[victim], slurm.states)
+
+    job.evict(victim)
+    job.evict(spare)
+    wait_for(lambda: f"job {job.number} is queued again" in job.words(), job.words)
+    wait_for(lambda: job.state() == "PENDING", job.words)
+    assert {name for name, state in slurm.states().items() if "DRAIN" in state} == {victim, spare}, "so Slurm gives others"
+    assert (job.run / "cluster" / "journal.sqlite").exists()
+    slurm.ask("scontrol", "update", f"JobId={job.number}", "StartTime=now")  # Slurm itself would wait for two minutes
+    status = job.until("on other nodes", lambda status: is_well(status) and status["attempt"] == 1)
+    assert set(status["nodes"]) == set(slurm.names) - {victim, spare} and first in status["nodes"]
+    assert status["step"] >= 10, "from the checkpoint on storage"
+
+    slurm.ask("scancel", "--batch", "--signal=TERM", job.number)  # as Slurm does before the time limit
+    wait_for(lambda: job.state() == "FAILED", job.words)
+    assert "ExitCode=75:0" in slurm.ask("scontrol", "--oneliner", "show", "job", job.number)
+    wait_for(lambda: not job.left(), job.left)
+
+
+def kill_process(job: BatchJob, status: dict[str, Any], victim: str) -> dict[str, Any]:
     os.kill(status["nodes"][victim]["processes"][0]["pid"], signal.SIGKILL)
     status = job.until("killed process", lambda status: is_well(status) and len(status["incidents"]) == 1)
     assert status["incidents"][0]["named"] == [victim]
+    return status
 
+
+def kill_executor(job: BatchJob, status: dict[str, Any], victim: str) -> dict[str, Any]:
     before = job.steps()
     executor = executor_process(job.run / "cluster" / "nodes" / victim)
     assert executor is not None
@@ -132,48 +162,29 @@ def test_a_driven_allocation_heals(slurm, tmp_path) -> None:
     status = job.until("killed executor", lambda status: is_well(status) and len(status["incidents"]) == 2)
     assert status["incidents"][1]["named"] == [victim] and status["seats"][1] == victim, "it came back within its grace"
     after = job.steps()
-    assert {name: number for name, number in after.items() if name != victim} == {n: number for n, number in before.items() if n != victim}
-    assert after[victim] != before[victim]
+    assert {name for name in after if after[name] != before[name]} == {victim}
+    return status
 
-    pids = {name: [process["pid"] for process in node["processes"]] for name, node in status["nodes"].items()}
+
+def kill_driver(job: BatchJob, status: dict[str, Any]) -> dict[str, Any]:
+    steps, processes = job.steps(), processes_of(status)
     os.kill(json.loads((job.run / "cluster" / "driver.json").read_text())["pid"], signal.SIGKILL)
-    status = job.until("killed driver", lambda status: is_well(status) and "the driver was killed" in job.words())
-    assert {name: [process["pid"] for process in node["processes"]] for name, node in status["nodes"].items()} == pids, "adopted"
-    time.sleep(6.0)  # longer than the driver takes to look at its steps
-    assert job.steps() == after and len(job.status()["incidents"]) == 2
+    job.until("killed driver", lambda status: is_well(status) and "the driver was killed" in job.words())
+    time.sleep(LOOK_S + 1.0)
+    status = job.status()
+    assert (job.steps(), processes_of(status), len(status["incidents"])) == (steps, processes, 2), "adopted, and nothing else"
+    return status
 
+
+def evict(slurm: RealSlurm, job: BatchJob, status: dict[str, Any], victim: str) -> str:
     spare = next(name for name in status["nodes"] if name not in status["seats"])
     job.evict(victim)
     status = job.until("evicted", lambda status: is_well(status) and len(status["incidents"]) == 3)
     assert status["seats"][1] == spare
     wait_for(lambda: "DRAIN" in slurm.states()[victim] and victim not in job.steps(), slurm.states)
-    assert "megascale: by" in slurm.ask("scontrol", "--oneliner", "show", "node", victim)
-    job.order("uncordon", node=victim)
-    job.until("uncordoned", lambda status: status["nodes"][victim]["status"] == "ready")
-    wait_for(lambda: "DRAIN" not in slurm.states()[victim], slurm.states)
-
-    job.order("stop")
-    wait_for(lambda: job.state() in ("COMPLETED", ""), job.words)
-    wait_for(lambda: not job.left(), job.left)
-    assert "stopped" in job.words()
+    assert "Reason=megascale: by owner and second" in slurm.ask("scontrol", "--oneliner", "show", "node", victim)
+    return spare
 
 
-def test_a_job_without_enough_nodes_is_queued_again_and_goes_on_with_others(slurm, tmp_path) -> None:
-    job = BatchJob(slurm, tmp_path, 2, "cluster.grace_s=1", "cluster.wait_s=2", "--nodes", "2", "--spares", "0")
-    status = job.until("start", lambda status: is_well(status) and status["step"] >= 12)
-    first, victim = status["seats"]
-    job.evict(victim)
-    wait_for(lambda: f"job {job.number} is queued again" in job.words(), job.words)
-    wait_for(lambda: job.state() == "PENDING", job.words)
-    assert "DRAIN" in slurm.states()[victim], "so Slurm gives another one"
-    slurm.ask("scontrol", "update", f"JobId={job.number}", "StartTime=now")  # Slurm itself would wait for two minutes
-    status = job.until("again", lambda status: is_well(status) and status["attempt"] == 1 and victim not in status["nodes"])
-    assert status["step"] >= 10, "from the checkpoint on storage"
-    assert len(status["seats"]) == 2 and victim not in status["seats"] and first in slurm.names
-    assert (job.run / "cluster" / "journal-1.sqlite").exists()
-
-    slurm.ask("scancel", "--batch", "--signal=TERM", job.number)  # as Slurm does before the time limit
-    wait_for(lambda: job.state() == "FAILED", job.words)
-    assert "ExitCode=75:0" in slurm.ask("scontrol", "--oneliner", "show", "job", job.number)
-    wait_for(lambda: not job.left(), job.left)
-    slurm.ask("scontrol", "update", f"NodeName={victim}", "State=RESUME")
+def processes_of(status: dict[str, Any]) -> dict[str, list[int]]:
+    return {name: [process["pid"] for process in node["processes"]] for name, node in status["nodes"].items()}
