@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.text import Text
 
 from megascale_jax.cluster.lifecycle import ENDS, Phase
-from megascale_jax.cluster.moves import EXIT_NO_NODES
 from megascale_jax.config.load import load_experiment
 from megascale_jax.errors import ConfigError
 
@@ -60,6 +59,7 @@ def drive(
     2: the request cannot be carried out.
     """
     from megascale_jax.cluster.driver_process import held
+    from megascale_jax.cluster.moves import EXIT_NO_NODES
     from megascale_jax.config.layout import MeshShape
     from megascale_jax.observe.report import check_json_path, write_json
     from megascale_jax.train.folder import RunFolder
@@ -71,12 +71,12 @@ def drive(
         raise ConfigError(f"a mesh of {mesh} devices does not divide over {nodes} nodes; give a divisor with --nodes, or another mesh")
     folder = RunFolder((run_folder or Path("runs") / resolved.name).absolute())
     command = [sys.executable, "-m", "megascale_jax.cli.main", "train", experiment, *(overrides or []), "--run-folder", str(folder.path)]
+    engine = open_engine(backend, nodes, spares, resolved)
     folder.check_clear() if fresh else folder.check(resolved)
     with held(folder.path):
         if fresh:
             with folder.taken(resolved, fresh=True):
                 pass
-        engine = open_engine(backend, nodes, spares, resolved)
         status = _drive(resolved, folder, command, nodes, engine, port)
     if status is not None:
         if json is not None:
@@ -154,7 +154,7 @@ def execute(
 ) -> None:
     """Be the executor of this node: start, watch and stop its training process as a driver wants it.
 
-    The local backend starts its executors by itself; start one by hand where a supervisor must own it, such as
+    Backends start their executors by themselves; start one by hand where a supervisor must own it, such as
     `megascale execute --driver HOST:PORT --security DIR --node node-3 --folder /scratch/node-3 -- megascale train gpt-13b`.
     """
     from megascale_jax.cluster.executor_process import main

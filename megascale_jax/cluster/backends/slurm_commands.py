@@ -81,7 +81,7 @@ class Slurm:
     def steps(self, job: str) -> tuple[Step, ...]:
         """Steps of a job that are executors."""
         text = self._run(["squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i|%N|%j"], COMMAND_LIMIT_S)
-        return parse_steps(text, job)
+        return parse_steps(text)
 
     def nodes(self, names: Sequence[str]) -> dict[str, NodeState]:
         """States by name."""
@@ -149,14 +149,17 @@ def step_name(node: str, tag: str) -> str:
     return f"{_STEP_NAME}{node}-{tag}"
 
 
-def parse_steps(text: str, job: str) -> tuple[Step, ...]:
-    """Executors among the lines ``JOB.STEP|NODE|NAME`` of a job; other steps and whatever else is printed are passed over."""
+def parse_steps(text: str) -> tuple[Step, ...]:
+    """Executors among the lines ``JOB.STEP|NODE|NAME``; other steps and whatever else is printed are passed over.
+
+    JOB is ``ARRAY_INDEX`` for a job of an array, ``FIRST+OFFSET`` for a part of a heterogeneous one.
+    """
     found = []
     for line in text.splitlines():
         number, _, rest = line.strip().partition("|")
         node, _, name = rest.partition("|")
         tag = name.removeprefix(f"{_STEP_NAME}{node}-")
-        if re.fullmatch(rf"{re.escape(job)}\.\d+", number) and node and tag != name and re.fullmatch(r"[0-9a-f]+", tag):
+        if re.fullmatch(r"\d+([_+]\d+)?\.\d+", number, re.ASCII) and node and tag != name and re.fullmatch(r"[0-9a-f]+", tag):
             found.append(Step(number, node, tag))
     return tuple(found)
 

@@ -3,6 +3,7 @@
 Requests are kept until they are done: a node that should be drained is tried again, and what stands in the way is said once.
 """
 
+import logging
 import queue
 import threading
 import time
@@ -12,6 +13,8 @@ from dataclasses import dataclass, field
 
 from megascale_jax.cluster.backends.slurm_commands import REASON_MARK, NodeState, Slurm, Step
 from megascale_jax.errors import BackendError
+
+_logger = logging.getLogger(__name__)
 
 LOOK_S = 5.0
 """Time between two looks: two questions to the controller for a whole job."""
@@ -85,9 +88,15 @@ class SlurmWorker:
             done.set()
 
     def _run(self) -> None:
-        self.work()
+        limit_s = 0.0
         while True:
-            self.work(LOOK_S)
+            try:
+                self.work(limit_s)
+            except Exception as error:  # a fault of this very module: without the thread no step would ever be found again
+                self.trouble = f"{type(error).__name__}: {error}"
+                _logger.exception("a round with Slurm failed")
+                time.sleep(LOOK_S)
+            limit_s = LOOK_S
 
     def _want_drained(self, name: str, reason: str) -> None:
         self._resumes.discard(name)
