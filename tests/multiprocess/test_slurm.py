@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 from megascale_jax.cli.job import ask_driver
-from megascale_jax.cluster.backends.slurm_worker import LOOK_S
 from megascale_jax.cluster.executor_file import executor_process
 from megascale_jax.cluster.job import token_file
 from megascale_jax.cluster.link.security import Security, make_token
@@ -24,6 +23,10 @@ from tests.multiprocess.test_resume import OVERRIDES, ROOT
 from tests.real_slurm import RealSlurm, missing_programs, real_slurm
 
 LIMIT_S = 120.0
+ADOPTED_S = 2.0
+"""A driver looks at its steps as soon as it is there; what it would start twice would be there by then."""
+REVOKED_S = 3.0
+"""Nodes refuse a job that comes again in the second in which it was ended; Slurm by itself waits for two minutes."""
 pytestmark = pytest.mark.skipif(bool(missing_programs()), reason=f"Slurm is not installed: no {', '.join(missing_programs())}")
 
 
@@ -117,7 +120,7 @@ def wait_for(condition: Callable[[], bool], what: Callable[[], object]) -> None:
 
 
 def test_a_driven_allocation_heals(slurm, tmp_path) -> None:
-    job = BatchJob(slurm, tmp_path, 3, "cluster.grace_s=8", "cluster.wait_s=15", "--nodes", "2", "--spares", "1")
+    job = BatchJob(slurm, tmp_path, 3, "cluster.grace_s=8", "cluster.wait_s=12", "--nodes", "2", "--spares", "1")
     status = job.until("start", lambda status: is_well(status) and status["step"] >= 3 and len(status["nodes"]) == 3)
     assert set(status["nodes"]) == set(job.steps()) == set(slurm.names[:3])
     first, victim = status["seats"]
@@ -136,7 +139,8 @@ def test_a_driven_allocation_heals(slurm, tmp_path) -> None:
     wait_for(lambda: job.state() == "PENDING", job.words)
     assert {name for name, state in slurm.states().items() if "DRAIN" in state} == {victim, spare}, "so Slurm gives others"
     assert (job.run / "cluster" / "journal.sqlite").exists()
-    slurm.ask("scontrol", "update", f"JobId={job.number}", "StartTime=now")  # Slurm itself would wait for two minutes
+    time.sleep(REVOKED_S)
+    slurm.ask("scontrol", "update", f"JobId={job.number}", "StartTime=now")
     status = job.until("on other nodes", lambda status: is_well(status) and status["attempt"] == 1)
     assert set(status["nodes"]) == set(slurm.names) - {victim, spare} and first in status["nodes"]
     assert status["step"] >= 10, "from the checkpoint on storage"
@@ -170,7 +174,7 @@ def kill_driver(job: BatchJob, status: dict[str, Any]) -> dict[str, Any]:
     steps, processes = job.steps(), processes_of(status)
     os.kill(json.loads((job.run / "cluster" / "driver.json").read_text())["pid"], signal.SIGKILL)
     job.until("killed driver", lambda status: is_well(status) and "the driver was killed" in job.words())
-    time.sleep(LOOK_S + 1.0)
+    time.sleep(ADOPTED_S)
     status = job.status()
     assert (job.steps(), processes_of(status), len(status["incidents"])) == (steps, processes, 2), "adopted, and nothing else"
     return status
