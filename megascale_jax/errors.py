@@ -10,6 +10,7 @@
     +-- StorageError          a storage that refused, lost or damaged something; an OSError too; exit code 2
     +-- LinkError             a driver that cannot be reached, refuses, or does not answer; an OSError too; exit code 2
     +-- CompileError          the compiler for absent GPUs gave up; exit code 1
+    +-- CorruptStateError     copies of the state that should be equal differ; exit code 3
     +-- StuckProcessError     a training process that cannot be killed
     +-- BackendError          whatever runs nodes refused or failed
 
@@ -55,6 +56,10 @@ class LinkError(MegascaleError, ConnectionError):
 
 class CompileError(MegascaleError):
     """The compiler for absent GPUs aborted or ran out of time. The command line exits with code 1."""
+
+
+class CorruptStateError(MegascaleError):
+    """Copies of the training state that should be equal differ: a device or a wire changed bits. The command line exits with code 3."""
 
 
 class StuckProcessError(MegascaleError):

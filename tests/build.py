@@ -37,6 +37,7 @@ def experiment(
         "steps": 10,
         "global_batch_size": 24,
         "compute_dtype": "float32",
+        "digest_every": None,
         "optimizer": OptimizerConfig(learning_rate=1e-2),
         "schedule": ScheduleConfig(name="constant"),
     }

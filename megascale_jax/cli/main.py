@@ -26,7 +26,7 @@ from megascale_jax.cli import (
     schedule,
     train,
 )
-from megascale_jax.errors import CheckpointError, CompileError, LinkError, StorageError, UsageError
+from megascale_jax.errors import CheckpointError, CompileError, CorruptStateError, LinkError, StorageError, UsageError
 
 app = typer.Typer(
     name="megascale",
@@ -76,6 +76,9 @@ def main() -> None:
     except CompileError as error:
         Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), str(error)))
         sys.exit(1)
+    except CorruptStateError as error:
+        Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), str(error)))
+        sys.exit(3)
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted")
         sys.exit(130)

@@ -16,7 +16,7 @@ from statistics import median
 from megascale_jax.cluster.limits import Limits
 from megascale_jax.cluster.messages import Beat
 from megascale_jax.cluster.reports import ProcessReport
-from megascale_jax.cluster.state import Suspicion
+from megascale_jax.cluster.state import CORRUPTION, Suspicion
 from megascale_jax.config.cluster import ClusterConfig, Mode
 
 _STEADY_STEPS = 20
@@ -72,6 +72,7 @@ class Watcher:
         for _, process in placed:
             self.limits.learn(process.longest_s)
         rules: Mapping[str, tuple[Mode, list[Suspicion]]] = {
+            CORRUPTION: (self.config.rules.corruption, list(_corrupt(placed))),
             "exit": (self.config.rules.exit, [*_exits(placed), *self._absent(now_s, attempt, views)]),
             "halted": (self.config.rules.halted, list(self._halted(now_s, placed))),
             "no_progress": (self.config.rules.no_progress, list(self._stuck(placed))),
@@ -174,7 +175,8 @@ def odd_software(software: Mapping[str, Mapping[str, str]]) -> list[Suspicion]:
 
 
 def _exits(placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion]:
-    """Processes that ended with an error, those that only followed a peer marked as such."""
+    """Processes that ended with an error, those that only followed a peer, or a corrupt state, marked as such."""
+    is_corrupt = any(process.odd_ranks is not None for _, process in placed)
     for view, process in placed:
         if process.state not in ("exited", "zombie") or (process.exit_code in (0, None) and process.signal is None):
             continue
@@ -185,8 +187,18 @@ def _exits(placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion]:
             node=view.name,
             rank=process.rank,
             detail=f"{what} in {process.section} of step {_next_step(process)}" + (f": {last[:160]}" if last else ""),
-            is_primary=not process.is_secondary,
+            is_primary=not process.is_secondary and not is_corrupt,
         )
+
+
+def _corrupt(placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion]:
+    """Nodes whose copy of the state is not the others'; where no majority says which it is, none of them is the primary one."""
+    said = next((process for _, process in placed if process.odd_ranks is not None), None)
+    for view, process in placed if said is not None else ():
+        if said is not None and process.rank in (said.odd_ranks or ()):
+            what = "its copy of the state is not the others'" if said.is_odd_certain else "its copy of the state or another's is wrong"
+            detail = f"{what}, at step {_next_step(said)}"
+            yield Suspicion(rule=CORRUPTION, node=view.name, rank=process.rank, detail=detail, is_primary=said.is_odd_certain)
 
 
 def _keywords(placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion]:

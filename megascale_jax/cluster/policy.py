@@ -24,6 +24,7 @@ from megascale_jax.cluster.moves import (
 )
 from megascale_jax.cluster.seats import seated
 from megascale_jax.cluster.state import (
+    CORRUPTION,
     Advanced,
     Anomaly,
     Diagnosed,
@@ -45,7 +46,7 @@ ACTIVE = frozenset({Phase.RESTORING, Phase.RUNNING})
 MISSED_BEATS = "missed_beats"
 EXECUTOR_RESTARTED = "executor_restarted"
 EXIT = "exit"
-_OF_THE_NODE = frozenset({MISSED_BEATS, EXECUTOR_RESTARTED})
+_OF_THE_NODE = frozenset({MISSED_BEATS, EXECUTOR_RESTARTED, CORRUPTION})
 """Rules that leave no doubt about which node it was."""
 
 
@@ -168,13 +169,16 @@ def _lost(state: State, event: Lost, config: ClusterConfig) -> State:
 def _diagnosed(state: State, event: Diagnosed, config: ClusterConfig) -> State:
     incident = state.incident
     assert incident is not None, "only an incident is diagnosed"
-    gone = [one.node for one in incident.suspicions if one.rule in _OF_THE_NODE and one.node is not None]
+    gone = [one.node for one in incident.suspicions if one.rule in _OF_THE_NODE and one.is_primary and one.node is not None]
     named = tuple(dict.fromkeys((*gone, *event.bad))) if event.bad else cause_nodes(incident.suspicions)
     findings = event.findings | event.bad
     state = with_incident(state, named=named, diagnosed_s=event.at_s, findings=findings)
     state = _with_faults(state, event, config)
     for name, reason in event.bad.items():
         state = evicted(state, name, reason, event.at_s, config)
+    if config.evict_on_corruption:
+        for name in cause_nodes(tuple(one for one in incident.suspicions if one.rule == CORRUPTION)):
+            state = evicted(state, name, "its copy of the training state was wrong", event.at_s, config)
     for name in cause_nodes(incident.suspicions):
         node = state.nodes.get(name)
         if node is not None and node.status != NodeStatus.EVICTED and len(recent(node.faults_s, event.at_s, config)) >= config.strikes:

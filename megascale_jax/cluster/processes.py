@@ -206,6 +206,8 @@ class _Child:
                 log=log,
                 keywords=tuple(keyword.name for keyword in self._log.keywords),
                 is_secondary=only_consequences(self._log.keywords),
+                odd_ranks=marks.odd_ranks if marks else None,
+                is_odd_certain=marks.is_odd_certain if marks else False,
             )
 
     def _look(self) -> State:

@@ -24,6 +24,7 @@ class ProcessReport(BaseModel):
     ``exit_code``: of a process that ended by itself; ``signal``: number of the one that ended it.
     ``log``: the newest lines since the report before. ``keywords``: names of `cluster/keywords.py` that its log had in this
     attempt, in order of appearance; ``is_secondary``: all of them are consequences of another process's end (``None``: there are none).
+    ``odd_ranks``, ``is_odd_certain``: of `observe/marks.py`, when copies of the state differed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -48,3 +49,5 @@ class ProcessReport(BaseModel):
     log: tuple[str, ...]
     keywords: tuple[str, ...]
     is_secondary: bool | None
+    odd_ranks: tuple[int, ...] | None = None
+    is_odd_certain: bool = False

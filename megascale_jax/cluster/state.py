@@ -9,6 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megascale_jax.cluster.lifecycle import NodeStatus, Phase
 
+CORRUPTION = "corruption"
+"""The rule that names nodes whose copy of the training state is wrong."""
+
 
 class _Value(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -27,8 +27,8 @@ def check(experiment: Experiment) -> None:
 
 
 RESUMABLE = (
-    *("train.steps", "train.gc_every", "train.evaluation", "train.checkpoint", "train.logging", "train.sample_prompt"),
-    *("train.data.loader", "train.data.weights_at", "parallel", "system", "cluster"),
+    *("train.steps", "train.gc_every", "train.digest_every", "train.evaluation", "train.checkpoint", "train.logging"),
+    *("train.sample_prompt", "train.data.loader", "train.data.weights_at", "parallel", "system", "cluster"),
 )
 """What may change between a run and its resumption; everything else decides what is learned, or the shape of the state.
 

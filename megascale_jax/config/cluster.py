@@ -43,6 +43,7 @@ class RulesConfig(_Section):
     exit: Mode = Field(default="act", description="a training process ended with an error")
     halted: Mode = Field(default="act", description="a process was stopped (SIGSTOP, a debugger) for longer than a step may take")
     no_progress: Mode = Field(default="act", description="longer in a section than its limit")
+    corruption: Mode = Field(default="act", description="copies of the training state that should be equal differ (train.digest_every)")
     keyword: Mode = Field(default="observe", description="a word in a log that names a fault, such as Xid or an uncorrectable error")
     non_finite: Mode = Field(default="act", description="non_finite_steps steps in a row were skipped")
     step_drift: Mode = Field(default="observe", description="steps take step_drift_ratio times as long as they did")
@@ -85,6 +86,9 @@ class ClusterConfig(_Section):
     shrink: bool = Field(default=False, description="go on with a smaller data-parallel size when no node is left, and grow back later")
     strikes: AtLeastOne = Field(default=3, description="unexplained faults of one node within strike_window_s that evict it")
     strike_window_s: Seconds = Field(default=3600.0, description="faults of a node older than this are forgotten")
+    evict_on_corruption: bool = Field(
+        default=True, description="a node is evicted when a comparison of states names it once: what computes wrongly does so again"
+    )
     max_evictions: Count = Field(default=2, description="nodes that may be evicted within strike_window_s without an operator")
     fruitless_recoveries: AtLeastOne = Field(default=5, description="recoveries without a new step after which the run ends")
     limit_factor: Annotated[float, Field(gt=1)] = Field(default=5.0, description="a section's limit is this times the longest pass seen")

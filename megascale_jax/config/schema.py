@@ -285,6 +285,11 @@ class TrainConfig(Section):
     seed: NonNegative = Field(default=0, description="initial weights and row order")
     compute_dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="type of weights and activations in the step")
     gc_every: Positive = Field(default=100, description="steps between garbage collections, the same on all ranks (skew costs MFU)")
+    digest_every: Positive | None = Field(
+        default=100,
+        description="steps between comparisons of what devices hold alike (silent corruption), also after a start's first step and before "
+        "each save; costs one gather of the weights and one pass over them; null: never",
+    )
     optimizer: OptimizerConfig = Field(description="update rule")
     schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="learning rate over updates")
     sample_prompt: str | None = Field(default=None, description="text continued by the trained model when the run ends; null: none")

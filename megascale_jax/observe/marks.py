@@ -18,7 +18,7 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,13 @@ STEP_TIME_WEIGHT = 0.1
 
 _MAGIC = b"MEGAMRK1"
 _HEADER = struct.Struct("<8sI")
-_SCALARS = ("sequence", "pid", "rank", "attempt", "step", "section", "entered_ns", "non_finite_in_a_row", "non_finite", "saved", "durable")
+MOST_ODD_RANKS = 4
+"""Of a comparison that failed, as many ranks are shown."""
+_ODD_RANKS = tuple(f"odd_rank_{number}" for number in range(MOST_ODD_RANKS))
+_SCALARS = (
+    *("sequence", "pid", "rank", "attempt", "step", "section", "entered_ns", "non_finite_in_a_row", "non_finite", "saved", "durable"),
+    *("corruption", *_ODD_RANKS),
+)
 _BODY = struct.Struct(f"<{len(_SCALARS)}q2d{3 * len(SECTIONS)}q")
 _LOSS = len(_SCALARS)
 _STEP_S = _LOSS + 1
@@ -46,7 +52,9 @@ _INDEX = {name: index for index, name in enumerate(_SCALARS)}
 _SECTION_INDEX = {name: index for index, name in enumerate(SECTIONS)}
 _PID, _STEP, _SECTION, _ENTERED = _INDEX["pid"], _INDEX["step"], _INDEX["section"], _INDEX["entered_ns"]
 _IN_A_ROW, _NON_FINITE, _SAVED, _DURABLE = _INDEX["non_finite_in_a_row"], _INDEX["non_finite"], _INDEX["saved"], _INDEX["durable"]
+_CORRUPTION = _INDEX["corruption"]
 _NONE = -1
+_SUSPECTED, _NAMED = 1, 2
 _READS = 5
 
 
@@ -74,6 +82,10 @@ class MarksReading:
     saved_step: int | None
     durable_step: int | None
     step_s: float | None
+    odd_ranks: tuple[int, ...] | None
+    """Ranks whose copy of the state is not the others' (the first few), ``None``: no comparison has failed."""
+    is_odd_certain: bool
+    """Whether it is they; else one of them."""
 
 
 class Marks:
@@ -86,7 +98,8 @@ class Marks:
         """
         self._clock = clock
         self._map: mmap.mmap | None = None
-        scalars = dict.fromkeys(_SCALARS, 0) | {"pid": os.getpid(), "rank": rank, "attempt": attempt, "saved": _NONE, "durable": _NONE}
+        scalars = dict.fromkeys(_SCALARS, 0) | dict.fromkeys(("saved", "durable", *_ODD_RANKS), _NONE)
+        scalars |= {"pid": os.getpid(), "rank": rank, "attempt": attempt}
         self._values: list[float] = [*scalars.values(), math.nan, math.nan, *[0] * (3 * len(SECTIONS))]
         if path is not None:
             try:
@@ -150,6 +163,14 @@ class Marks:
             mean = values[_STEP_S]
             values[_STEP_S] = step_s if math.isnan(mean) else mean + STEP_TIME_WEIGHT * (step_s - mean)
         self._write()
+
+    def corrupt(self, ranks: Sequence[int], *, is_certain: bool) -> None:
+        """Copies of the state differ: those of ``ranks`` are wrong, or one of them is."""
+        if self._map is not None:
+            self._values[_CORRUPTION] = _NAMED if is_certain else _SUSPECTED
+            for number, rank in enumerate(ranks[:MOST_ODD_RANKS]):
+                self._values[_CORRUPTION + 1 + number] = rank
+            self._write()
 
     def resumed(self, step: int, *, is_durable: bool) -> None:
         """The run goes on from the state after ``step`` steps, which came from storage (``is_durable``) or from memory."""
@@ -244,4 +265,6 @@ def _reading(values: tuple[float, ...]) -> MarksReading:
         saved_step=None if scalars["saved"] == _NONE else scalars["saved"],
         durable_step=None if scalars["durable"] == _NONE else scalars["durable"],
         step_s=None if math.isnan(values[_STEP_S]) else values[_STEP_S],
+        odd_ranks=tuple(rank for name in _ODD_RANKS if (rank := scalars[name]) != _NONE) if scalars["corruption"] else None,
+        is_odd_certain=scalars["corruption"] == _NAMED,
     )

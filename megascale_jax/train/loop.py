@@ -6,7 +6,7 @@ carries their votes to stop, and all leave after the same step, save, and say ho
 
 Failure cases: a step with non-finite numbers is skipped inside the step and counted here; a checkpoint that cannot be
 written is reported and counted while training goes on; after SIGKILL the next start resumes from the newest complete
-checkpoint and repeats the same steps bit for bit.
+checkpoint and repeats the same steps bit for bit; a state whose copies differ between devices ends the loop before it is saved.
 """
 
 import gc
@@ -36,6 +36,7 @@ from megascale_jax.parallel.plan import Plan, make_plan
 from megascale_jax.train.batches import train_batches
 from megascale_jax.train.folder import RunFolder
 from megascale_jax.train.garbage import collected_by_hand
+from megascale_jax.train.integrity import Integrity
 from megascale_jax.train.peak import peak_flops
 from megascale_jax.train.saved import named_arrays, named_state
 from megascale_jax.train.state import TrainState, initial_state
@@ -86,6 +87,7 @@ class Trainer:
         self.metrics: MetricsWriter | None = None
         self.progress: TrainingProgress | None = None
         self.tokenizer: str | None = None
+        self.integrity = Integrity(experiment, self.plan, self.steps.optimizer, self.marks, self._say)
         with ExitStack() as held:
 
             def take() -> str:
@@ -156,6 +158,7 @@ class Trainer:
     def _begin(self, batches: BatchIterator) -> tuple[int | None, TrainState]:
         restored = self.store.restore()
         self.store.prepare()
+        self.integrity.begin(restored.step if restored is not None else None)
         if restored is None:
             return None, initial_state(self.plan, self.steps.optimizer, self.experiment.train.seed)
         batches.restore(restored.description["data"])
@@ -177,7 +180,7 @@ class Trainer:
             rows = next(batches)
             data_wait_s = time.monotonic() - asked_at
             self.marks.enter("compile" if step == first else "step")
-            batch = place_batch(self.plan, rows)
+            batch, state = place_batch(self.plan, rows), self.integrity.drilled(state)
             state, metrics = self.steps.train(state, batch, place_vote(self.plan, stop.asked))
             step += 1
             if unread is not None:
@@ -189,9 +192,12 @@ class Trainer:
             has_compiled = step == first + 1  # waited for, so that the long first run of the program is told from a step
             if step % train.gc_every == 0:
                 gc.collect()
-            if evaluates or saves or stopping or has_compiled:
+            compares = self.integrity.is_due(step)
+            if evaluates or saves or stopping or has_compiled or compares:
                 stopping |= self._read(*unread)
                 unread = None
+                if compares:
+                    self.integrity.check(step, state)
                 with self.throughput.pause():
                     if evaluates:
                         self._evaluate(step, state)
@@ -244,6 +250,7 @@ class Trainer:
         self._say(f"step {step}: held-out loss {loss:.4f}")
 
     def _save(self, step: int, state: TrainState, batches: BatchIterator) -> None:
+        self.integrity.check(step, state)
         description = {
             "experiment": self.experiment.model_dump_json(),
             "data": batches.state(),

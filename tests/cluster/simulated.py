@@ -37,6 +37,8 @@ class SimNode:
     exit_code: int | None = None
     is_secondary: bool | None = None
     hangs: str = ""
+    odd_ranks: tuple[int, ...] | None = None
+    is_odd_certain: bool = False
     started_s: float = 0.0
     entered_s: float = 0.0
     ended_s: float = 0.0
@@ -122,6 +124,14 @@ class World:
         if sim.process == "running":
             sim.process, sim.exit_signal, sim.ended_s = "exited", 9, self.now
 
+    def corrupt(self, *names: str, is_certain: bool = True) -> None:
+        """A comparison of states fails, which all processes see and end with."""
+        ranks = tuple(self.driver.state.seats.index(name) for name in names)
+        for name in self.driver.state.seats:
+            sim = self.sims[name or ""]
+            sim.process, sim.exit_code, sim.ended_s = "exited", 3, self.now
+            sim.odd_ranks, sim.is_odd_certain = ranks, is_certain
+
     def kill_executor(self, name: str) -> None:
         sim = self.sims[name]
         sim.is_alive, sim.process = False, "none"
@@ -169,7 +179,7 @@ class World:
             return
         if order is not None and order.attempt > sim.attempt:
             sim.attempt, sim.process, sim.hangs, sim.passes = order.attempt, "running", "", 0
-            sim.exit_code = sim.exit_signal = sim.is_secondary = None
+            sim.exit_code = sim.exit_signal = sim.is_secondary = sim.odd_ranks = None
             sim.step, sim.started_s, sim.entered_s = self.saved_step, self.now, self.now
         if wanted.diagnosis is not None and sim.diagnosed[0] != wanted.diagnosis.round:
             sim.diagnosed = (wanted.diagnosis.round, self.now + DIAGNOSE_S)
@@ -241,4 +251,6 @@ class World:
             log=(),
             keywords=("peer lost",) if sim.is_secondary else (),
             is_secondary=sim.is_secondary,
+            odd_ranks=sim.odd_ranks,
+            is_odd_certain=sim.is_odd_certain,
         )

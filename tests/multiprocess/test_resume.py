@@ -35,6 +35,7 @@ OVERRIDES = [
     "train.evaluation.every=null",
     "train.evaluation.final_batches=1",
     "train.checkpoint.every=2",
+    "train.digest_every=null",
     "train.logging.tensorboard=false",
     "train.sample_prompt=null",
 ]

@@ -8,9 +8,10 @@ import pytest
 
 from megascale_jax.checkpoint.manifest import published_steps
 from megascale_jax.config.schema import CheckpointConfig, EvaluationConfig, LoggingConfig
-from megascale_jax.errors import CheckpointError, RunFolderError
-from megascale_jax.observe.marks import Marks, read_marks
+from megascale_jax.errors import CheckpointError, CorruptStateError, RunFolderError
+from megascale_jax.observe.marks import MARKS, Marks, read_marks
 from megascale_jax.observe.metrics import read_metrics
+from megascale_jax.train.flip import DRILL
 from megascale_jax.train.folder import RunFolder
 from megascale_jax.train.loop import Trainer
 from tests.build import experiment
@@ -116,6 +117,24 @@ def test_run_killed_after_a_save_goes_on_from_memory(prepared, unbroken, tmp_pat
     second = run(tiny(), prepared, path)
     assert "resumed from step 4" in (said := capsys.readouterr().out) and "(memory of this host)" in said
     assert second.summary.resumed_from == 4
+    assert losses(path) == unbroken[0]
+
+
+def test_a_flipped_bit_is_never_saved_and_the_run_goes_on_bit_equal(prepared, unbroken, tmp_path, monkeypatch):
+    config, path, marks = tiny(digest_every=100), tmp_path / "run", tmp_path / "rank-0.marks"
+    monkeypatch.setenv(DRILL, "1")
+    monkeypatch.setenv(MARKS, str(marks))
+
+    def inject(count):
+        if count == 6:
+            (tmp_path / "rank-0.flip").touch()
+
+    with pytest.raises(CorruptStateError, match=r"after step 8, .* on data \d .*rank 0.* start again from the newest checkpoint"):
+        run(config, prepared, path, StopAt(hook=inject), marks=Marks(marks))
+    reading = read_marks(marks)
+    assert (reading.odd_ranks, reading.is_odd_certain, reading.saved_step) == ((0,), True, 4)
+    assert published_steps(path / "checkpoints") == [4]
+    assert run(config, prepared, path).summary.resumed_from == 4, "and not from step 8 in memory"
     assert losses(path) == unbroken[0]
 
 
