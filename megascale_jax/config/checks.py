@@ -28,7 +28,7 @@ def check(experiment: Experiment) -> None:
 
 RESUMABLE = (
     *("train.steps", "train.gc_every", "train.digest_every", "train.evaluation", "train.checkpoint", "train.logging"),
-    *("train.sample_prompt", "train.data.loader", "train.data.weights_at", "parallel", "system", "cluster"),
+    *("train.sample_prompt", "train.data.loader", "train.data.weights_at", "train.data.skip", "parallel", "system", "cluster"),
 )
 """What may change between a run and its resumption; everything else decides what is learned, or the shape of the state.
 
@@ -171,6 +171,9 @@ def _training(experiment: Experiment) -> Iterator[str]:
 
 def _data(experiment: Experiment) -> Iterator[str]:
     data = experiment.train.data
+    for first, end in data.skip:
+        if first >= end:
+            yield f"train.data.skip has [{first}, {end}], which is no range; give [FIRST, END] with END above FIRST"
     if data.mixture is not None:
         yield from _mixture(data, data.mixture)
         return

@@ -227,6 +227,11 @@ class DataConfig(Section):
         default={}, description="weights of the mixture from a step on: STEP: {NAME: NUMBER, ...}; names left out keep theirs"
     )
     shuffle: bool = Field(default=True, description="shuffle rows by train.seed, anew each epoch")
+    skip: tuple[tuple[NonNegative, Positive], ...] = Field(
+        default=(),
+        description="samples never trained on: [[FIRST, END], ...], from FIRST to END - 1 in the order of training without any skip, "
+        "where step N consumes train.global_batch_size samples; those after keep their numbers. What is consumed already is not undone",
+    )
     loader: Literal["process", "thread"] = Field(
         default="process", description="who reads rows: one process for all ranks of a host, or a thread in each rank"
     )

@@ -10,7 +10,7 @@ import numpy as np
 from megascale_jax.data.batch import Batch, BatchLayout, begin_batch
 from megascale_jax.data.manifest import read_manifest
 from megascale_jax.data.mixture import join_rows, make_order
-from megascale_jax.data.order import Phase
+from megascale_jax.data.order import Phase, SkippingOrder
 from megascale_jax.data.prepared import stored_rows
 from megascale_jax.data.shared_memory import Ring, RingShape, make_ring_file
 from megascale_jax.errors import DataError
@@ -35,7 +35,8 @@ class HostBatches:
         self._rows = join_rows([stored_rows(name, m, "train") for name, m in zip(request["folders"], manifests, strict=True)])
         sizes = [(name, manifest.train.rows) for name, manifest in zip(request["names"], manifests, strict=True)]
         phases = None if request["phases"] is None else [Phase(begin, tuple(weights)) for begin, weights in request["phases"]]
-        self._order = make_order(sizes, phases, request["seed"], request["shuffle"])
+        order = make_order(sizes, phases, request["seed"], request["shuffle"])
+        self._order = SkippingOrder(order, [(begin, end) for begin, end in request["skip"]])
         self._manifest = manifests[0]
         self._begun: deque[tuple[int, Callable[[], Batch]]] = deque()
         self.global_batch_size: int = request["global_batch_size"]
@@ -55,7 +56,7 @@ class HostBatches:
             ) from error
 
     def fill(self, slot: int, samples: int) -> None:
-        """Write the batch that starts at sample ``samples``; the next ones are asked for. Raises ``DataError`` for a damaged row."""
+        """Write the batch that starts at kept sample ``samples``; the next ones are asked for. Raises ``DataError`` for a damaged row."""
         if self._begun and self._begun[0][0] != samples:
             self._begun.clear()
         while len(self._begun) < _BATCHES_BEGUN:

@@ -5,12 +5,12 @@ is a list of phases with constant weights. Which source a sample of a phase is f
 every source exactly by its weight, in an order that keeps every source within one sample of its share at every point
 (`fair_period`). So the place of a sample within its source is a division and a table look-up, and a source goes on over changes
 of the weights, without a row skipped or repeated. Nothing is replayed at resume, and nothing depends on the number of hosts
-or the batch.
+or the batch. Ranges of samples may be left out (`SkippingOrder`), as those around a loss spike: the samples after them keep their numbers.
 """
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -101,6 +101,38 @@ class MixtureOrder:
     def before(self, samples: int) -> "MixtureOrder":
         """The order as it was before ``samples``: phases that begin there or later left out, except for the first."""
         return MixtureOrder(self._orders, self._num_rows, past_phases(self._phases, samples))
+
+
+class SkippingOrder:
+    """An order without some ranges of its samples. What is left is *kept*, and counted anew from 0 in the same order."""
+
+    def __init__(self, order: SampleOrder, ranges: Iterable[tuple[int, int]]):
+        """``ranges``: from the first sample left out to the first one after it; in any order, they may overlap."""
+        self._order = order
+        merged: list[tuple[int, int]] = []
+        for begin, end in sorted(pair for pair in ranges if pair[0] < pair[1]):
+            if merged and begin <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+            else:
+                merged.append((begin, end))
+        self._begins = np.array([begin for begin, _ in merged], np.int64)
+        self._ends = np.array([end for _, end in merged], np.int64)
+        self._left_out = np.concatenate([[0], np.cumsum(self._ends - self._begins)]).astype(np.int64)
+        """Samples left out before each range, and in all."""
+
+    def samples(self, kept: np.ndarray) -> np.ndarray:
+        """Which samples of the whole order the ``kept`` ones are, int64."""
+        return kept + self._left_out[np.searchsorted(self._begins - self._left_out[:-1], kept, side="right")]
+
+    def num_kept(self, samples: int) -> int:
+        """How many of the first ``samples`` of the whole order are kept."""
+        index = int(np.searchsorted(self._begins, samples, side="right"))
+        inside = max(0, int(self._ends[index - 1]) - samples) if index else 0
+        return samples - int(self._left_out[index]) + inside
+
+    def ids(self, kept: np.ndarray) -> np.ndarray:
+        """int64 row ids of ``kept`` samples (any shape)."""
+        return self._order.ids(self.samples(kept))
 
 
 def past_phases(phases: Sequence[Phase], samples: int) -> Sequence[Phase]:

@@ -6,7 +6,8 @@ process assembles the columns of the data indices it serves. So all tensor and p
 rows, and the list does not change with the data-parallel size: a run may stop on 4 and go on with 2.
 
 The position is one number, samples consumed. Threads read ahead, but only a batch that was handed out counts, so a
-restored iterator goes on with exactly the next one. Restoring the state of other data, of another seed, or under a
+restored iterator goes on with exactly the next one. Samples that are left out (``skip``) count as consumed once the next one is handed
+out, so a position means the same whatever is skipped before or after it, and that may change at every start. Restoring the state of other data, of another seed, or under a
 shuffle that orders rows differently than the one that wrote it is a ``DataError``, never a silent reshuffle.
 """
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from megascale_jax.data.batch import Batch, BatchLayout, assemble
 from megascale_jax.data.mixture import TrainingData, as_training_data
-from megascale_jax.data.order import past_phases
+from megascale_jax.data.order import SkippingOrder, past_phases
 from megascale_jax.data.prepared import Prepared
 from megascale_jax.errors import DataError
 
@@ -58,13 +59,18 @@ class BatchIterator(ABC):
         micro_batch_size: int,
         seed: int,
         shuffle: bool = True,
+        skip: Iterable[tuple[int, int]] = (),
     ):
         self._data = as_training_data(data)
         self._layout = BatchLayout(global_batch_size, data_size, tuple(data_indices), micro_batch_size)
         self._seed = seed
         self._shuffle = shuffle
         self._order = self._data.train_order(seed, shuffle)
+        self._skip = tuple(skip)
+        self._kept = SkippingOrder(self._order, self._skip)
         self._samples = 0
+        """Kept ones before the next batch."""
+        self._position = 0
 
     def __iter__(self) -> Self:
         return self
@@ -73,6 +79,7 @@ class BatchIterator(ABC):
         """The next batch. Raises ``DataError`` for a damaged row."""
         batch = self._next()
         self._samples += self._layout.global_batch_size
+        self._position = int(self._kept.samples(np.int64(self._samples - 1))) + 1
         return batch
 
     def __enter__(self) -> Self:
@@ -89,13 +96,18 @@ class BatchIterator(ABC):
     def close(self) -> None:
         """Stop reading ahead; the position stays, and the next ``next`` starts again from it."""
 
+    @property
+    def position(self) -> int:
+        """Samples of the whole order that are consumed, those that were left out among them."""
+        return self._position
+
     def sample_ids(self, step: int) -> np.ndarray:
         """int64 [global_batch_size]: train row ids of global batch ``step``, counted from the start of the order."""
-        return self._order.ids(step * self._layout.global_batch_size + np.arange(self._layout.global_batch_size))
+        return self._kept.ids(step * self._layout.global_batch_size + np.arange(self._layout.global_batch_size))
 
     def state(self) -> dict[str, Any]:
         """The position after the last batch handed out, as a small JSON value; the same for every process."""
-        return self._state_at(self._samples)
+        return self._state_at(self._position)
 
     def _state_at(self, samples: int) -> dict[str, Any]:
         """Nothing here depends on what a change of weights does from ``samples`` on: that may be changed before it comes."""
@@ -112,8 +124,7 @@ class BatchIterator(ABC):
         Raises ``DataError`` when the state is of other data, of another seed or order, or is none. The iterator is then unchanged.
         """
         if dict(state) == UNTOUCHED:
-            self.close()
-            self._samples = 0
+            self._go_to(0)
             return
         samples = state.get("samples")
         if not isinstance(samples, int) or samples < 0:
@@ -134,8 +145,11 @@ class BatchIterator(ABC):
             raise DataError(
                 "The installed grain shuffles in another order than the one this checkpoint was trained with. Install that version."
             )
+        self._go_to(samples)
+
+    def _go_to(self, position: int) -> None:
         self.close()
-        self._samples = samples
+        self._samples, self._position = self._kept.num_kept(position), position
 
     def _request(self) -> dict[str, Any]:
         """What decides the global batches, as a JSON value."""
@@ -143,6 +157,7 @@ class BatchIterator(ABC):
             **self._data.request(),
             "seed": self._seed,
             "shuffle": self._shuffle,
+            "skip": self._skip,
             "global_batch_size": self._layout.global_batch_size,
             "data_size": self._layout.data_size,
             "micro_batch_size": self._layout.micro_batch_size,
@@ -174,7 +189,7 @@ class TrainIterator(BatchIterator):
         """Local batches from sample ``start`` on, assembled by threads in order."""
 
         def assemble_step(step: int) -> Batch:
-            ids = self._order.ids(start + step * self._layout.global_batch_size + self._offsets)
+            ids = self._kept.ids(start + step * self._layout.global_batch_size + self._offsets)
             return assemble(self._rows, ids, self._data.sequence_length, self._data.end_of_document)
 
         threads = _BATCHES_AHEAD if self._data.is_remote else _READ_THREADS

@@ -24,7 +24,7 @@ def train_batches(data: TrainingData | Prepared, train: TrainConfig, layout: Map
 
     Raises DataError when the layout does not fit the batch, or the launcher's local ranks cannot be.
     """
-    options: dict[str, Any] = {"seed": train.seed, "shuffle": train.data.shuffle, **layout}
+    options: dict[str, Any] = {"seed": train.seed, "shuffle": train.data.shuffle, "skip": train.data.skip, **layout}
     if train.data.loader == "thread":
         return TrainIterator(data, **options)
     return HostIterator(data, group=_group(), **options)

@@ -82,7 +82,7 @@ class Host:
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("indices", [[[0, 1, 2, 3]], [[2, 1]], [[0], [1], [2], [3]], [[3, 0], [2, 1], [0, 3], [3, 0]], [[0, 1], [1, 2]]])
 def test_every_rank_gets_its_rows_in_contiguous_read_only_arrays(prepared, name, indices, shuffle):
-    with Host(prepared, name, indices, shuffle=shuffle) as host:
+    with Host(prepared, name, indices, shuffle=shuffle, skip=[(20, 45)]) as host:
         host.check(2 * prepared.manifest.train.rows // LAYOUT["global_batch_size"])
         for batch in host.next():
             assert all(array.flags.c_contiguous and not array.flags.writeable for array in batch.values())

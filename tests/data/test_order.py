@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale_jax.data.mixture import MAX_PERIOD, make_order, make_phases
-from megascale_jax.data.order import MixtureOrder, Phase, fair_period, past_phases
+from megascale_jax.data.order import MixtureOrder, Phase, SkippingOrder, fair_period, past_phases
 from megascale_jax.errors import DataError
 
 weights = st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any).map(lambda w: tuple(x // math.gcd(*w) for x in w))
@@ -134,3 +134,20 @@ def test_changes_keep_what_they_leave_out_and_vanish_when_nothing_changes():
 def test_weights_that_cannot_be_are_refused(start, changes, message):
     with pytest.raises(DataError, match=message):
         make_phases(start, changes)
+
+
+ranges = st.lists(st.tuples(st.integers(0, 120), st.integers(0, 40)).map(lambda pair: (pair[0], pair[0] + pair[1])), max_size=6)
+
+
+@settings(max_examples=100, deadline=None)
+@given(schedules(), ranges)
+def test_an_order_with_ranges_left_out_is_the_whole_one_without_them(schedule, skip):
+    phases, rows = schedule
+    order = make_order([(str(index), count) for index, count in enumerate(rows)], phases, 3, False)
+    whole = np.arange(300)
+    left = np.array([sample for sample in whole if not any(begin <= sample < end for begin, end in skip)], np.int64)
+    skipping = SkippingOrder(order, skip)
+    kept = np.arange(len(left))
+    assert np.array_equal(skipping.samples(kept), left)
+    assert np.array_equal(skipping.ids(kept[::-3]), order.ids(left[::-3]))
+    assert [skipping.num_kept(int(sample)) for sample in whole] == [int((left < sample).sum()) for sample in whole]

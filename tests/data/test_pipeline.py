@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megascale_jax.data.batch import NO_TARGET, Batch, decode_row
@@ -39,9 +39,9 @@ def assert_equal(left: Batch, right: Batch) -> None:
         assert np.array_equal(array, right[name]), name
 
 
-def global_rows(prepared: Prepared, data_size: int, steps: int, state: dict | None = None) -> np.ndarray:
+def global_rows(prepared: Prepared, data_size: int, steps: int, state: dict | None = None, **options) -> np.ndarray:
     """Input tokens [steps * GLOBAL_BATCH, S] in global order, from one process per data index."""
-    processes = [iterator(prepared, data_size, [index]) for index in range(data_size)]
+    processes = [iterator(prepared, data_size, [index], **options) for index in range(data_size)]
     collected = []
     for process in processes:
         if state is not None:
@@ -259,3 +259,39 @@ def test_unfinished_folder_and_exchanged_tokenizer_are_refused(make_prepared, tm
     (other / MANIFEST_FILE).unlink()
     with pytest.raises(DataError, match="unfinished"):
         open_prepared(other)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    skips=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 30)).map(lambda pair: (pair[0], sum(pair))), max_size=4),
+    stop=st.integers(0, 5),
+    sizes=st.permutations([1, 2, 4]),
+)
+def test_a_stream_with_skips_is_the_other_without_those_samples_from_anywhere_on_any_data_size(prepared, skips, stop, sizes):
+    left = [sample for sample in range(400) if not any(begin <= sample < end for begin, end in skips)]
+    with iterator(prepared, sizes[0], skip=skips) as train:
+        for _ in range(stop):
+            next(train)
+        state = json.loads(json.dumps(train.state()))
+    assert state["samples"] == (left[stop * GLOBAL_BATCH - 1] + 1 if stop else 0)
+    unskipped = global_rows(prepared, 1, 20)
+    expected = unskipped[left[stop * GLOBAL_BATCH : (stop + 3) * GLOBAL_BATCH]]
+    assert np.array_equal(global_rows(prepared, sizes[1], 3, state, skip=skips), expected)
+
+
+def test_a_position_means_the_same_whatever_is_skipped(prepared):
+    """Also: what is consumed already is not undone, and what is skipped no longer comes back."""
+    whole = global_rows(prepared, 1, 8)
+    with iterator(prepared) as train:
+        next(train), next(train)
+        state = train.state()
+    past = [(0, 20), (16, 24)]
+    assert np.array_equal(global_rows(prepared, 1, 2, state, skip=past), whole[32:64])
+    with iterator(prepared, skip=past) as train:
+        train.restore(state)
+        assert train.state() == state
+    with iterator(prepared, skip=[(32, 40)]) as train:
+        train.restore(state)
+        next(train)
+        later = train.state()
+    assert later["samples"] == 56 and np.array_equal(global_rows(prepared, 1, 2, later), whole[56:88])
