@@ -5,7 +5,7 @@ rank's own memory, then the copies on other hosts, then storage, then the next o
 does not meet it again.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,10 @@ from megascale_jax.checkpoint.arrays import BlockReader
 from megascale_jax.checkpoint.broadcast import read_broadcast
 from megascale_jax.checkpoint.grid import StateGrid
 from megascale_jax.checkpoint.host_memory import HostMemory
+from megascale_jax.checkpoint.line import given_up
 from megascale_jax.checkpoint.manifest import Manifest, mark_damaged, read_manifest, scan
 from megascale_jax.checkpoint.restore import Shards, read_plain
+from megascale_jax.checkpoint.retention import Deletion, delete
 from megascale_jax.checkpoint.tiers import MemoryState, memory_states
 from megascale_jax.comm.agree import all_outcomes, all_results
 from megascale_jax.comm.storage import Storage
@@ -49,18 +51,28 @@ class Recovery:
     run: str
     broadcasts: bool
     say: Callable[[str], None]
+    rewinds: Sequence[Sequence[int]] = ()
+    """What was given up is not gone on from (`line.py`); in memory, only states of the present line are known at all."""
 
     def newest(self) -> Restored | None:
         """The newest good state, on every rank the same; ``None`` when there is no checkpoint at all.
 
         Raises CheckpointError when there are some and none can be used: starting from nothing would hide that.
         """
-        states: list[MemoryState | int] = [*memory_states(self.memory.reports), *self._published()]
+        published, left = self._published()
+        states: list[MemoryState | int] = [*memory_states(self.memory.reports), *published]
         states.sort(key=lambda state: (state.step, 1) if isinstance(state, MemoryState) else (state, 0), reverse=True)
         for state in states:
             found = self._from_memory(state) if isinstance(state, MemoryState) else self.from_storage(state)
             if found is not None:
+                self._remove(left)
                 return found
+        if left and not states:
+            limit = min(step for step, _, _ in self.rewinds)
+            raise CheckpointError(
+                f"the run was rewound to step {limit}, and {self.storage.url} has no checkpoint of that step or before, only "
+                f"{', '.join(left)}; bring one back, or start anew with --fresh"
+            )
         if states:
             raise CheckpointError(
                 f"none of the {len(states)} checkpoints of {self.storage.url} can be used (see above); bring back a copy of one, "
@@ -112,14 +124,27 @@ class Recovery:
             self.say(f"step {state.step} in memory is no good on rank {shown}, trying copies on other hosts: {problem}")
             state = left
 
-    def _published(self) -> list[int]:
-        """Steps that rank 0 finds: this run's, and those whose manifest cannot be read."""
+    def _published(self) -> tuple[list[int], dict[str, str]]:
+        """Steps that rank 0 finds: this run's, and those whose manifest cannot be read; apart, those that were given up, and why."""
 
-        def look() -> list[int]:
+        def look() -> tuple[list[int], dict[str, str]]:
             found = scan(self.storage) if jax.process_index() == 0 else []
-            return [one.step for one in found if one.manifest is None or one.manifest.is_of(self.run)]
+            own = [one for one in found if one.manifest is None or one.manifest.is_of(self.run)]
+            left = {str(one.step): given_up(one.step, one.manifest.description, self.rewinds) for one in own if one.manifest is not None}
+            reasons = {step: reason for step, reason in left.items() if reason is not None}
+            return [one.step for one in own if str(one.step) not in reasons], reasons
 
-        return all_results(look, CheckpointError)[0]
+        steps, reasons = all_results(look, CheckpointError)[0]
+        return steps, reasons
+
+    def _remove(self, left: Mapping[str, str]) -> None:
+        """Checkpoints that were given up go, now that one from before has been read; retention finds those that come late. Never raises."""
+        for step, reason in left.items() if jax.process_index() == 0 else ():
+            try:
+                delete(self.storage, Deletion(step, reason), by="restore")
+                self.say(f"step {step} is removed: {reason}")
+            except OSError as error:
+                self.say(f"step {step}, {reason}, could not be removed: {error}")
 
     def _all_can(self, action: Callable[[], None], step: int) -> bool:
         """Whether an action, on a published checkpoint, succeeds on all ranks; damage is marked and said.

@@ -7,7 +7,7 @@ source gives is verified by the source. Nothing is placed on a device before all
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 
 from megascale_jax.checkpoint.arrays import BlockReader
 from megascale_jax.checkpoint.grid import COUNTERS, STACK, StateGrid
+from megascale_jax.checkpoint.line import joined
 from megascale_jax.checkpoint.manifest import read_manifest
 from megascale_jax.checkpoint.stored import Index, Region, StoredArray, needed_chunks, overlap
 from megascale_jax.comm.storage import Storage
@@ -44,11 +45,13 @@ def local_ranks(plan: Plan) -> dict[Any, int]:
     return {device: rank for rank, device in enumerate(plan.mesh.devices.flat) if device.process_index == jax.process_index()}
 
 
-def fingerprint(plan: Plan) -> str:
-    """The same for two processes that hold the same part of the same model's state, laid out alike."""
+def fingerprint(plan: Plan, rewinds: Sequence[Sequence[int]] = ()) -> str:
+    """The same for two processes that hold the same part of the same model's state, laid out alike, on one line of training (`line.py`)."""
     experiment = plan.experiment
     ranks = sorted(local_ranks(plan).values())
     text = f"{experiment.model.model_dump_json()} {experiment.parallel.model_dump_json()} {jax.process_count()} {ranks}"
+    if rewinds:
+        text += f" {sorted(joined(rewinds))}"
     return hashlib.sha256(text.encode()).hexdigest()
 
 

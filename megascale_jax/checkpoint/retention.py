@@ -2,7 +2,8 @@
 
 A checkpoint stays while it is among the ``keep`` newest good ones, or younger than ``keep_hours``, or its step is a multiple of
 ``keep_every``; the newest good one always stays. Ages are differences of wall clocks: a clock that went back makes a
-checkpoint look young, so it stays. What is damaged, or was never completed, goes once it is behind all that is kept.
+checkpoint look young, so it stays. What is damaged, or was never completed, goes once it is behind all that is kept; what a rewind gave
+up (`line.py`) goes at once, and is not counted.
 """
 
 import json
@@ -10,6 +11,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 
+from megascale_jax.checkpoint.line import given_up
 from megascale_jax.checkpoint.manifest import DELETIONS, MANIFEST, Found, Manifest, scan
 from megascale_jax.comm.storage import Storage
 
@@ -21,6 +23,7 @@ class Retention:
     keep: int
     keep_every: int | None = None
     keep_hours: float | None = None
+    rewinds: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,13 @@ def decide(
     ``found``: published checkpoints that nobody marked damaged; ``folders``: all folders of the storage; ``bound``: steps that may not
     go yet, whatever the policy says.
     """
-    good = sorted((f.manifest for f in found if f.manifest is not None), key=lambda manifest: manifest.step)
+    readable = sorted((f.manifest for f in found if f.manifest is not None), key=lambda manifest: manifest.step)
+    reasons = {manifest.step: given_up(manifest.step, manifest.description, policy.rewinds) for manifest in readable}
+    good = [manifest for manifest in readable if reasons[manifest.step] is None]
     if not good:
         return []
     newest = {manifest.step for manifest in good[-policy.keep :]}
-    deletions = []
+    deletions = [Deletion(str(step), reason) for step, reason in reasons.items() if reason is not None]
     for manifest in good:
         reason = _reason(manifest, newest, policy, now_unix_s)
         if reason is not None and manifest.step not in bound:

@@ -25,6 +25,7 @@ from megascale_jax.checkpoint.carriers import UPLOAD
 from megascale_jax.checkpoint.cipher import Cipher
 from megascale_jax.checkpoint.host_memory import HostMemory
 from megascale_jax.checkpoint.keeper_client import keeper_folder
+from megascale_jax.checkpoint.line import REWINDS, Rewind
 from megascale_jax.checkpoint.recovery import Recovery, Restored
 from megascale_jax.checkpoint.restore import fingerprint, grid_of
 from megascale_jax.checkpoint.retention import Retention
@@ -49,15 +50,25 @@ SAY_S = 30.0
 class CheckpointStore:
     """Both stages and the restore of one run, for one rank."""
 
-    def __init__(self, url: str | Path, run_identity: str, plan: Plan, settings: CheckpointConfig, say: Callable[[str], None] = print):
+    def __init__(
+        self,
+        url: str | Path,
+        run_identity: str,
+        plan: Plan,
+        settings: CheckpointConfig,
+        say: Callable[[str], None] = print,
+        rewinds: Sequence[Rewind] = (),
+    ):
         """Meet the keeper and the other ranks. ``run_identity``: one for all starts of a run, and for no other run; rank 0's counts.
+
+        ``rewinds``: all that the run has known (`line.py`); what they gave up is neither gone on from nor kept.
 
         Raises CheckpointError or StorageError, on all ranks, when the storage or a keeper cannot be used on one of them.
         """
         self.errors = 0
         self.blocked_s = 0.0
         """How long the newest save held up the training, seconds."""
-        self._settings, self._say = settings, say
+        self._settings, self._say, self._rewinds = settings, say, tuple(rewinds)
 
         opened: list[Storage] = []
 
@@ -69,14 +80,14 @@ class CheckpointStore:
 
         shared = all_results(introduce, CheckpointError)[0]
         self._storage = opened[0]
-        self._grid, self._fingerprint = grid_of(plan), fingerprint(plan)
+        self._grid, self._fingerprint = grid_of(plan), fingerprint(plan, rewinds)
         self._launch, self._run = shared["launch"], shared["run"]
         self._layout = SlotLayout(plan, self._grid)
         folder = keeper_folder(f"{self._run} {self._storage.url}")  # a copied run folder is another run's
         self._memory = HostMemory(folder, self._layout, self._fingerprint, shared["secret"], settings.limit_s)
         # one node reads as fast without: its page cache holds what another rank has read
         broadcasts = self._memory.num_hosts > 1 if settings.restore == "auto" else settings.restore == "broadcast"
-        self._recovery = Recovery(self._memory, self._storage, plan, self._grid, self._run, broadcasts, say)
+        self._recovery = Recovery(self._memory, self._storage, plan, self._grid, self._run, broadcasts, say, rewinds)
         self._lost: set[int] = set()
         self._newest_step = 0
         self._waiting_since: float | None = None
@@ -87,7 +98,7 @@ class CheckpointStore:
             url=self._storage.url,
             ranks=jax.process_count(),
             compression=settings.compression,
-            retention=Retention(settings.keep, settings.keep_every, settings.keep_hours),
+            retention=Retention(settings.keep, settings.keep_every, settings.keep_hours, rewinds),
             publish_limit_s=settings.limit_s,
             run=self._run,
             key_file=settings.key_file,
@@ -115,7 +126,8 @@ class CheckpointStore:
     def save(self, step: int, state: Named, description: Mapping[str, Any]) -> None:
         """Stage 1 of a checkpoint; stage 2 goes on by itself. Never raises for memory, disk or keeper."""
         began, self._newest_step, self._waiting_since = time.monotonic(), step, None
-        index = SlotIndex(step, self._launch, jax.process_index(), self._grid.stored, self._layout.blocks, self._fingerprint, description)
+        said = {**description, REWINDS: self._rewinds}
+        index = SlotIndex(step, self._launch, jax.process_index(), self._grid.stored, self._layout.blocks, self._fingerprint, said)
         try:
             self._with_keeper(lambda: self._memory.fill(state, index, self._target))
         except Exception as error:  # of memory, of a device's transfer, of the keeper: a training never ends for it

@@ -28,7 +28,16 @@ def check(experiment: Experiment) -> None:
 
 RESUMABLE = (
     *("train.steps", "train.gc_every", "train.digest_every", "train.evaluation", "train.checkpoint", "train.logging"),
-    *("train.sample_prompt", "train.data.loader", "train.data.weights_at", "train.data.skip", "parallel", "system", "cluster"),
+    *(
+        "train.sample_prompt",
+        "train.data.loader",
+        "train.data.weights_at",
+        "train.data.skip",
+        "train.rewinds",
+        "parallel",
+        "system",
+        "cluster",
+    ),
 )
 """What may change between a run and its resumption; everything else decides what is learned, or the shape of the state.
 
@@ -163,6 +172,9 @@ def _node(experiment: Experiment) -> Iterator[str]:
 
 def _training(experiment: Experiment) -> Iterator[str]:
     train = experiment.train
+    for step, first, end in train.rewinds:
+        if first >= end:
+            yield f"train.rewinds has [{step}, {first}, {end}], which skips no range; give [STEP, FIRST, END] with END above FIRST"
     warmup, decay = train.schedule.warmup_steps, train.schedule.decay_steps
     source = f"train.steps {train.steps}" if decay is None else f"train.schedule.decay_steps {decay}"
     if warmup >= (decay or train.steps):

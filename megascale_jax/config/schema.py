@@ -297,6 +297,11 @@ class TrainConfig(Section):
     )
     optimizer: OptimizerConfig = Field(description="update rule")
     schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="learning rate over updates")
+    rewinds: tuple[tuple[NonNegative, NonNegative, Positive], ...] = Field(
+        default=(),
+        description="[[STEP, FIRST, END], ...]: give up what was trained after STEP (those checkpoints are removed), go on from the newest "
+        "one at or before it, and never train on samples FIRST to END - 1 (train.data.skip); a run remembers all it was ever given",
+    )
     sample_prompt: str | None = Field(default=None, description="text continued by the trained model when the run ends; null: none")
     data: DataConfig = Field(default=DataConfig(), description="where rows come from")
     evaluation: EvaluationConfig = Field(default=EvaluationConfig(), description="held-out loss")

@@ -6,9 +6,10 @@ process assembles the columns of the data indices it serves. So all tensor and p
 rows, and the list does not change with the data-parallel size: a run may stop on 4 and go on with 2.
 
 The position is one number, samples consumed. Threads read ahead, but only a batch that was handed out counts, so a
-restored iterator goes on with exactly the next one. Samples that are left out (``skip``) count as consumed once the next one is handed
-out, so a position means the same whatever is skipped before or after it, and that may change at every start. Restoring the state of other data, of another seed, or under a
-shuffle that orders rows differently than the one that wrote it is a ``DataError``, never a silent reshuffle.
+restored iterator goes on with exactly the next one. Samples that are left out (``skip``) count as consumed once the next one is
+handed out, so a position means the same whatever is skipped before or after it, and that may change at every start. Restoring the
+state of other data, of another seed, or under a shuffle that orders rows differently than the one that wrote it is a ``DataError``,
+never a silent reshuffle.
 """
 
 from abc import ABC, abstractmethod

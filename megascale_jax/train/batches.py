@@ -24,7 +24,8 @@ def train_batches(data: TrainingData | Prepared, train: TrainConfig, layout: Map
 
     Raises DataError when the layout does not fit the batch, or the launcher's local ranks cannot be.
     """
-    options: dict[str, Any] = {"seed": train.seed, "shuffle": train.data.shuffle, "skip": train.data.skip, **layout}
+    skip = (*train.data.skip, *((first, end) for _, first, end in train.rewinds))
+    options: dict[str, Any] = {"seed": train.seed, "shuffle": train.data.shuffle, "skip": skip, **layout}
     if train.data.loader == "thread":
         return TrainIterator(data, **options)
     return HostIterator(data, group=_group(), **options)

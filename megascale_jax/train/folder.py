@@ -153,12 +153,14 @@ class RunFolder:
         return False
 
     def finished(self, experiment: Experiment) -> RunSummary | None:
-        """The summary when the run already has all its steps, else ``None``."""
+        """The summary when the run already has all its steps and is not to be rewound, else ``None``."""
         try:
             summary, step = read_summary(self.path), self.latest(experiment)
         except RunFolderError:  # damaged: finishing the run again writes it anew
             return None
-        return summary if summary is not None and step is not None and min(step, summary.steps) >= experiment.train.steps else None
+        if summary is None or step is None or set(experiment.train.rewinds) - set(self.experiment().train.rewinds):
+            return None
+        return summary if min(step, summary.steps) >= experiment.train.steps else None
 
     def create(self, experiment: Experiment) -> None:
         """Make the folder of a new run; what an earlier run left there stays as it is."""

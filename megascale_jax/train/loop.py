@@ -11,12 +11,14 @@ checkpoint and repeats the same steps bit for bit; a state whose copies differ b
 
 import gc
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from megascale_jax.checkpoint.line import Rewind, joined
 from megascale_jax.checkpoint.two_stage import CheckpointStore
 from megascale_jax.comm.agree import all_results
 from megascale_jax.config.difference import differences
@@ -90,15 +92,17 @@ class Trainer:
         self.integrity = Integrity(experiment, self.plan, self.steps.optimizer, self.marks, self._say)
         with ExitStack() as held:
 
-            def take() -> str:
+            def take() -> tuple[str, Sequence[Rewind]]:
                 if not self.is_first:
-                    return ""
+                    return "", ()
                 held.enter_context(folder.taken(experiment, fresh=fresh))
                 self.tokenizer = self.prepared.tokenizer.save(folder.path)
-                return folder.identity()
+                return folder.identity(), joined(folder.experiment().train.rewinds, experiment.train.rewinds)
 
-            identity = all_results(take, RunFolderError)[0]
-            self.store = CheckpointStore(folder.place(experiment), identity, self.plan, experiment.train.checkpoint, self._say)
+            identity, known = all_results(take, RunFolderError)[0]
+            rewinds = joined(known)
+            self.experiment = experiment.model_copy(update={"train": experiment.train.model_copy(update={"rewinds": rewinds})})
+            self.store = CheckpointStore(folder.place(experiment), identity, self.plan, experiment.train.checkpoint, self._say, rewinds)
             self._held = held.pop_all()
 
     def run(self, stop: Any) -> Outcome:

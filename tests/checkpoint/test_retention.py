@@ -5,6 +5,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megascale_jax.checkpoint.line import REWINDS, given_up
 from megascale_jax.checkpoint.manifest import Found, Manifest, mark_damaged, published_steps
 from megascale_jax.checkpoint.retention import Retention, apply, decide
 from megascale_jax.checkpoint.stage_two import Target, tidy
@@ -45,6 +46,30 @@ def test_unfinished_and_damaged_ones_go_once_they_are_behind():
     checkpoints = [*found(4, 8), Found(6, None, "cannot be read")]
     assert gone(checkpoints, Retention(keep=2), folders=["2", "5", "9", "notes"]) == ["2"]
     assert gone(checkpoints, Retention(keep=1), folders=["5", "9"]) == ["4", "5"]
+
+
+def test_what_a_rewind_gave_up_goes_at_once_and_is_not_counted():
+    old, new = found(4, 8, 12, 16), found(9)
+    new[0].manifest.description[REWINDS] = [[8, 100, 120]]
+    checkpoints = sorted([*old, *new], key=lambda one: one.step)
+    assert gone(checkpoints, Retention(keep=2, rewinds=[[8, 100, 120]])) == ["12", "16", "4"]
+    assert gone(checkpoints, Retention(keep=2)) == ["4", "8", "9"], "the same without the rewind"
+
+
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), max_size=6), st.data())
+def test_a_line_goes_on_from_what_it_knows_and_from_what_lies_before_what_it_does_not(moves, data):
+    """Trainings and rewinds in turn: what is admitted at the end is exactly what was never given up."""
+    rewinds, states, step = [], [], 0
+    for number, (steps, back) in enumerate(moves):
+        states += [(one, {REWINDS: [list(rewind) for rewind in rewinds]}) for one in range(step + 1, step + steps + 1)]
+        step += steps
+        if back:
+            rewinds.append((max(0, step - back), 10 * number, 10 * number + 1))
+            step = rewinds[-1][0]
+            kept = [state for state in states if given_up(*state, rewinds) is None]
+            assert [one for one, _ in kept] == list(range(1, step + 1))
+            states = kept if data.draw(st.booleans()) else states  # removed, or still there
+    assert sorted(one for one, known in states if given_up(one, known, rewinds) is None) == list(range(1, step + 1))
 
 
 @given(

@@ -3,11 +3,12 @@
 import json
 import resource
 import shutil
+from dataclasses import replace
 
 import pytest
 
-from megascale_jax.checkpoint.manifest import published_steps
-from megascale_jax.config.schema import CheckpointConfig, EvaluationConfig, LoggingConfig
+from megascale_jax.checkpoint.manifest import published_steps, read_manifest
+from megascale_jax.config.schema import CheckpointConfig, DataConfig, EvaluationConfig, LoggingConfig
 from megascale_jax.errors import CheckpointError, CorruptStateError, RunFolderError
 from megascale_jax.observe.marks import MARKS, Marks, read_marks
 from megascale_jax.observe.metrics import read_metrics
@@ -136,6 +137,30 @@ def test_a_flipped_bit_is_never_saved_and_the_run_goes_on_bit_equal(prepared, un
     assert published_steps(path / "checkpoints") == [4]
     assert run(config, prepared, path).summary.resumed_from == 4, "and not from step 8 in memory"
     assert losses(path) == unbroken[0]
+
+
+def test_a_rewound_run_equals_one_that_never_saw_the_samples_and_what_it_gave_up_never_comes_back(prepared, tmp_path):
+    path, other = tmp_path / "run", tmp_path / "other"
+    checkpoints = {"checkpoint": CheckpointConfig(every=2, keep=9)}
+    with pytest.raises(Killed):
+        run(tiny(**checkpoints), prepared, path, StopAt(hook=kill_at_7))
+    assert published_steps(path / "checkpoints")[:2] == [2, 4] and losses(path)[-1][0] >= 5
+    with pytest.raises(CheckpointError, match=r"rewound to step 1, and .* has no checkpoint of that step or before, only 2, 4"):
+        run(tiny(rewinds=((1, 0, 24),), **checkpoints), prepared, path)
+    rewind = (5, 4 * 24 + 12, 6 * 24 + 7)  # samples that neither begin nor end with a batch
+    stopped = run(tiny(rewinds=(rewind,), **checkpoints), prepared, path, StopAt(2))
+    assert stopped.step == 6, "from step 4 in storage: what is in memory was of the line that was given up"
+    storage = RunFolder(path).storage()
+    late = replace(read_manifest(storage, 4), step=8, description=RunFolder(path).description(4) | {"rewinds": []})
+    storage.write("8/manifest.json", late.to_bytes())  # published late by a keeper of the line that was given up
+    assert run(tiny(**checkpoints), prepared, path).summary.resumed_from == 6, "the new step 6, by a command that does not know of it"
+    reasons = [json.loads(line)["reason"] for line in (path / "checkpoints/deletions.jsonl").read_text().splitlines()]
+    assert [reason for reason in reasons if "rewound" in reason] == 2 * ["given up when the run was rewound to step 5"]
+    assert RunFolder(path).experiment().train.rewinds == (rewind,)
+    never = tiny(**checkpoints)
+    never = never.model_copy(update={"train": never.train.model_copy(update={"data": DataConfig(skip=(rewind[1:],))})})
+    run(never, prepared, other)
+    assert losses(path) == losses(other)
 
 
 def test_run_that_was_removed_leaves_nothing_to_resume_from(prepared, tmp_path):
