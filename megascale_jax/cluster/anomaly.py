@@ -16,7 +16,7 @@ from statistics import median
 from megascale_jax.cluster.limits import Limits
 from megascale_jax.cluster.messages import Beat
 from megascale_jax.cluster.reports import ProcessReport
-from megascale_jax.cluster.state import CORRUPTION, Suspicion
+from megascale_jax.cluster.state import CORRUPTION, LOSS_SPIKE, Suspicion
 from megascale_jax.config.cluster import ClusterConfig, Mode
 
 _STEADY_STEPS = 20
@@ -46,6 +46,11 @@ class Findings:
     acting: tuple[Suspicion, ...] = ()
     observed: tuple[Suspicion, ...] = ()
 
+    def without_rewinds(self) -> "Findings":
+        """For a job that may not be rewound again: what would do so is observed."""
+        spikes = tuple(one for one in self.acting if one.rewind is not None)
+        return Findings(tuple(one for one in self.acting if one.rewind is None), (*self.observed, *spikes))
+
 
 @dataclass
 class Watcher:
@@ -71,12 +76,15 @@ class Watcher:
         placed = [(view, process) for view in views if view.beat and view.beat.attempt == attempt for process in view.beat.processes]
         for _, process in placed:
             self.limits.learn(process.longest_s)
+        spikes = list(_spiked(placed))
+        can_rewind = any(one.rewind is not None for one in spikes)
         rules: Mapping[str, tuple[Mode, list[Suspicion]]] = {
             CORRUPTION: (self.config.rules.corruption, list(_corrupt(placed))),
             "exit": (self.config.rules.exit, [*_exits(placed), *self._absent(now_s, attempt, views)]),
             "halted": (self.config.rules.halted, list(self._halted(now_s, placed))),
             "no_progress": (self.config.rules.no_progress, list(self._stuck(placed))),
             "non_finite": (self.config.rules.non_finite, list(self._non_finite(placed))),
+            LOSS_SPIKE: ("observe" if self.config.rules.loss_spike == "act" and not can_rewind else self.config.rules.loss_spike, spikes),
             "keyword": (self.config.rules.keyword, list(_keywords(placed))),
             "step_drift": (self.config.rules.step_drift, list(self._drift(placed))),
             "traffic": (self.config.rules.traffic, list(self._quiet_networks(now_s, views))),
@@ -199,6 +207,17 @@ def _corrupt(placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion
             what = "its copy of the state is not the others'" if said.is_odd_certain else "its copy of the state or another's is wrong"
             detail = f"{what}, at step {_next_step(said)}"
             yield Suspicion(rule=CORRUPTION, node=view.name, rank=process.rank, detail=detail, is_primary=said.is_odd_certain)
+
+
+def _spiked(placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion]:
+    """All ranks see the same loss; the one beside the keeper that publishes knows the checkpoints."""
+    spikes = [process.spike for _, process in placed if process.spike is not None]
+    spike = next((one for one in spikes if one.rewind_step is not None), next(iter(spikes), None))
+    if spike is None:
+        return
+    rewind = None if spike.rewind_step is None else (spike.rewind_step, spike.begin, spike.end)
+    detail = f"the loss of steps {spike.first} to {spike.last} is far above what it was"
+    yield Suspicion(rule=LOSS_SPIKE, detail=detail if rewind else f"{detail}; no checkpoint from before is known", rewind=rewind)
 
 
 def _keywords(placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion]:

@@ -210,6 +210,8 @@ class Driver:
     def _watch(self, now: float) -> None:
         views = [NodeView(name, self.beats.get(name), now - self._heard_s.get(name, now)) for name in self.state.seats if name is not None]
         found: Findings = self.watcher.examine(now, self.state.attempt, views)
+        if len(self.state.rewinds) >= self.config.max_rewinds:
+            found = found.without_rewinds()
         self._observe(found.observed)
         if not found.acting:
             self._first_finding_s = None

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from megascale_jax.cluster.lifecycle import NodeStatus, Phase, check_phase, check_status
-from megascale_jax.cluster.state import Incident, Node, State, Suspicion
+from megascale_jax.cluster.state import LOSS_SPIKE, Incident, Node, State, Suspicion
 from megascale_jax.config.cluster import ClusterConfig
 
 GROW = "grow"
@@ -20,6 +20,7 @@ def cause_nodes(suspicions: tuple[Suspicion, ...]) -> tuple[str, ...]:
 def suspended(state: State, at_s: float, suspicions: tuple[Suspicion, ...], step: int) -> State:
     """Begin an incident."""
     saves_first = any(one.rule in (OPERATOR, GROW) for one in suspicions)
+    rewind = next((one.rewind for one in suspicions if one.rewind is not None), None)
     incident = Incident(
         number=len(state.incidents) + 1,
         suspicions=suspicions,
@@ -27,11 +28,14 @@ def suspended(state: State, at_s: float, suspicions: tuple[Suspicion, ...], step
         step=step,
         began_s=at_s,
         is_planned=saves_first,
+        rewind=rewind,
     )
     fruitless = state.fruitless
     if not saves_first:
         fruitless = 0 if state.best_step > state.last_best_step else state.fruitless + 1
     update = {"incidents": (*state.incidents, incident), "fruitless": fruitless, "last_best_step": state.best_step, "idle": frozenset()}
+    if rewind is not None:
+        update["rewinds"] = (*state.rewinds, rewind)
     return to_phase(state.model_copy(update=update), Phase.SUSPENDED, at_s)
 
 
@@ -70,6 +74,19 @@ def recent(times_s: tuple[float, ...], at_s: float, config: ClusterConfig) -> tu
 def reached(state: State, step: int) -> State:
     """With a step that was done."""
     return state if step <= state.best_step else state.model_copy(update={"best_step": step})
+
+
+def rewound(state: State) -> State:
+    """With what was reached after the step of the incident's rewind given up, if it has one."""
+    if state.incident is None or state.incident.rewind is None:
+        return state
+    step = state.incident.rewind[0]
+    return state.model_copy(update={name: min(getattr(state, name), step) for name in ("best_step", "last_best_step", "saved_step")})
+
+
+def needs_no_diagnosis(state: State) -> bool:
+    """Whether the incident at hand says nothing of any node: it is planned, or is only a loss that spikes."""
+    return is_planned(state) or (state.incident is not None and all(one.rule == LOSS_SPIKE for one in state.incident.suspicions))
 
 
 def to_phase(state: State, phase: Phase, at_s: float, outcome: str = "", exit_code: int = 0) -> State:

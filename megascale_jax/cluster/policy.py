@@ -15,6 +15,7 @@ from megascale_jax.cluster.moves import (
     evicted,
     is_planned,
     moved,
+    needs_no_diagnosis,
     reached,
     recent,
     suspended,
@@ -65,7 +66,7 @@ def apply(state: State, event: Event, config: ClusterConfig) -> State:
         case Lost():
             state = _lost(state, event, config)
         case Anomaly() if event.attempt == state.attempt and state.phase in ACTIVE:
-            state = suspended(reached(state, event.step), event.at_s, event.suspicions, event.step)
+            state = _found(state, event, config)
         case Idle() if event.attempt == state.attempt:
             state = state.model_copy(update={"idle": state.idle | {event.node}})
         case Diagnosed() if event.attempt == state.attempt and state.phase == Phase.DIAGNOSING:
@@ -115,10 +116,14 @@ def desired(state: State, name: str, config: ClusterConfig) -> Desired:
             rank=state.seats.index(name),
             num_ranks=len(state.seats),
             coordinator=f"{first.address}:{first.ports[state.attempt % len(first.ports)]}",
-            overrides=state.shapes[state.shape].overrides,
+            overrides=(*state.shapes[state.shape].overrides, *_rewinds(state)),
         )
     leaves = state.phase in ENDS or node.status == NodeStatus.EVICTED
     return Desired(beat_s=config.beat_s, assignment=assignment, stop_grace_s=grace_s, warm=config.warm and not leaves, leave=leaves)
+
+
+def _rewinds(state: State) -> tuple[str, ...]:
+    return (f"train.rewinds={[list(rewind) for rewind in state.rewinds]}".replace(" ", ""),) if state.rewinds else ()
 
 
 # One function an event.
@@ -164,6 +169,14 @@ def _lost(state: State, event: Lost, config: ClusterConfig) -> State:
             suspicion = Suspicion(rule=MISSED_BEATS, node=event.node, detail=event.reason)
             state = with_incident(state, suspicions=(*state.incident.suspicions, suspicion))
     return state
+
+
+def _found(state: State, event: Anomaly, config: ClusterConfig) -> State:
+    may_rewind = len(state.rewinds) < config.max_rewinds
+    suspicions = tuple(one for one in event.suspicions if may_rewind or one.rewind is None)
+    if not suspicions and event.suspicions:
+        return state
+    return suspended(reached(state, event.step), event.at_s, suspicions, event.step)
 
 
 def _diagnosed(state: State, event: Diagnosed, config: ClusterConfig) -> State:
@@ -280,7 +293,7 @@ def _onward(state: State, at_s: float, config: ClusterConfig) -> State:
             return to_phase(state, Phase.FAILED, at_s, outcome=outcome, exit_code=EXIT_NO_PROGRESS)
         if not busy(state):
             state = with_incident(state, suspended_s=at_s)
-            state = to_phase(state, Phase.REPLACING if is_planned(state) else Phase.DIAGNOSING, at_s)
+            state = to_phase(state, Phase.REPLACING if needs_no_diagnosis(state) else Phase.DIAGNOSING, at_s)
     if state.phase == Phase.STOPPING and not busy(state):
         return to_phase(state, Phase.STOPPED, at_s, outcome=f"stopped after step {state.best_step}; not every process saved")
     if state.phase == Phase.REPLACING:

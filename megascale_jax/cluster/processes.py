@@ -208,6 +208,7 @@ class _Child:
                 is_secondary=only_consequences(self._log.keywords),
                 odd_ranks=marks.odd_ranks if marks else None,
                 is_odd_certain=marks.is_odd_certain if marks else False,
+                spike=marks.spike if marks else None,
             )
 
     def _look(self) -> State:

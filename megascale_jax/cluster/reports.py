@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FiniteFloat
 
+from megascale_jax.observe.spike import Spike
+
 LOG_LINES, LOG_LINE_CHARACTERS = 20, 300
 
 State = Literal["running", "stopped", "zombie", "exited"]
@@ -24,7 +26,7 @@ class ProcessReport(BaseModel):
     ``exit_code``: of a process that ended by itself; ``signal``: number of the one that ended it.
     ``log``: the newest lines since the report before. ``keywords``: names of `cluster/keywords.py` that its log had in this
     attempt, in order of appearance; ``is_secondary``: all of them are consequences of another process's end (``None``: there are none).
-    ``odd_ranks``, ``is_odd_certain``: of `observe/marks.py`, when copies of the state differed.
+    ``odd_ranks``, ``is_odd_certain``: of `observe/marks.py`, when copies of the state differed; ``spike``: the newest loss spike.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -51,3 +53,4 @@ class ProcessReport(BaseModel):
     is_secondary: bool | None
     odd_ranks: tuple[int, ...] | None = None
     is_odd_certain: bool = False
+    spike: Spike | None = None

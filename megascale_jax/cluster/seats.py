@@ -1,7 +1,7 @@
 """Which node gets which rank: survivors keep theirs, so that what their hosts hold in memory fits them; spares fill the holes."""
 
 from megascale_jax.cluster.lifecycle import NodeStatus, Phase
-from megascale_jax.cluster.moves import EXIT_NO_NODES, to_phase, with_incident
+from megascale_jax.cluster.moves import EXIT_NO_NODES, rewound, to_phase, with_incident
 from megascale_jax.cluster.state import Node, Shape, State
 from megascale_jax.config.cluster import ClusterConfig
 from megascale_jax.config.schema import ParallelConfig
@@ -63,7 +63,7 @@ def seated(state: State, at_s: float, config: ClusterConfig) -> State:
         state = state.model_copy(update={"shape": smaller[0], "seats": tuple(taken), "nodes": nodes})
     if state.incident is not None:
         state = with_incident(state, replaced_s=at_s)
-    state = state.model_copy(update={"attempt": state.attempt + 1, "idle": frozenset()})
+    state = rewound(state).model_copy(update={"attempt": state.attempt + 1, "idle": frozenset()})
     return to_phase(state, Phase.RESTORING, at_s)
 
 

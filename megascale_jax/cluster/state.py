@@ -9,8 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megascale_jax.cluster.lifecycle import NodeStatus, Phase
 
-CORRUPTION = "corruption"
-"""The rule that names nodes whose copy of the training state is wrong."""
+CORRUPTION, LOSS_SPIKE = "corruption", "loss_spike"
+"""Rules whose findings are dealt with in a way of their own."""
+
+Rewind = tuple[int, int, int]
+"""A run is to go on from a checkpoint of at most this step, without samples ``first`` to ``end - 1`` (`checkpoint/line.py`)."""
 
 
 class _Value(BaseModel):
@@ -26,6 +29,8 @@ class Suspicion(_Value):
     detail: str = ""
     is_primary: bool = True
     """False: a consequence of something else, such as a lost connection to a peer that died."""
+    rewind: Rewind | None = None
+    """What would undo it."""
 
 
 class Node(_Value):
@@ -63,6 +68,7 @@ class Incident(_Value):
     findings: dict[str, str] = {}
     is_planned: bool = False
     """An operator's, or the job growing back: processes save before they end."""
+    rewind: Rewind | None = None
 
 
 class Shape(_Value):
@@ -89,6 +95,8 @@ class State(_Value):
     """Nodes that confirmed that nothing of the present attempt is left."""
     best_step: int = 0
     saved_step: int = 0
+    rewinds: tuple[Rewind, ...] = ()
+    """All so far; every attempt is told."""
     fruitless: int = 0
     """Recoveries in a row without a step beyond the best."""
     last_best_step: int = -1

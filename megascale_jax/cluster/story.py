@@ -46,6 +46,9 @@ def _began(incident: Incident) -> Iterator[str]:
     yield f"incident {incident.number} at step {incident.step}: {described(primary[0])}"
     for one in primary[1:]:
         yield f"  and {described(one)}"
+    if incident.rewind is not None:
+        step, first, end = incident.rewind
+        yield f"  rewound to a checkpoint of at most step {step}; samples {first} to {end - 1} are never trained on"
     followed = len(incident.suspicions) - len(primary)
     if followed:
         yield f"  {followed} other process(es) ended with it"

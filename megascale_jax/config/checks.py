@@ -181,6 +181,14 @@ def _training(experiment: Experiment) -> Iterator[str]:
         yield f"train.schedule.warmup_steps {warmup} is not below {source}; shorten the warm-up or train longer"
 
 
+def _rewinds(experiment: Experiment) -> Iterator[str]:
+    if experiment.cluster.rules.loss_spike == "act" and experiment.train.checkpoint.every is None:
+        yield (
+            "cluster.rules.loss_spike is act, but train.checkpoint.every is null, so there is no checkpoint to go back to; set it, or "
+            "cluster.rules.loss_spike=observe"
+        )
+
+
 def _data(experiment: Experiment) -> Iterator[str]:
     data = experiment.train.data
     for first, end in data.skip:
@@ -264,4 +272,4 @@ def _checkpoint(experiment: Experiment) -> Iterator[str]:
         yield f"train.checkpoint.place {settings.place} can only be read; expected a folder, gs://bucket/path or s3://bucket/path"
 
 
-_RULES = (_heads, _block, _batch, _pipeline, _limits, _node, _training, _data, _checkpoint, _kernels, _memory)
+_RULES = (_heads, _block, _batch, _pipeline, _limits, _node, _training, _rewinds, _data, _checkpoint, _kernels, _memory)

@@ -46,9 +46,20 @@ class RulesConfig(_Section):
     corruption: Mode = Field(default="act", description="copies of the training state that should be equal differ (train.digest_every)")
     keyword: Mode = Field(default="observe", description="a word in a log that names a fault, such as Xid or an uncorrectable error")
     non_finite: Mode = Field(default="act", description="non_finite_steps steps in a row were skipped")
+    loss_spike: Mode = Field(
+        default="observe",
+        description="loss_spike_steps steps in a row above the median plus loss_spike_deviations times the median absolute deviation of "
+        "the last loss_spike_window good ones; act: go back to a checkpoint from before and skip the samples of the spike",
+    )
     step_drift: Mode = Field(default="observe", description="steps take step_drift_ratio times as long as they did")
     traffic: Mode = Field(default="observe", description="a node's network traffic falls below traffic_ratio of what it was")
     software: Mode = Field(default="observe", description="a node runs other versions than most")
+    loss_spike_window: Annotated[int, Field(ge=8)] = Field(
+        default=64, description="good steps that a loss is compared with; after a start none is judged before there are so many"
+    )
+    loss_spike_deviations: Annotated[float, Field(gt=1)] = Field(default=8.0, description="see loss_spike")
+    loss_spike_steps: AtLeastOne = Field(default=3, description="see loss_spike")
+    loss_spike_margin: Count = Field(default=8, description="steps before a spike whose samples are skipped with it")
     non_finite_steps: AtLeastOne = Field(default=8, description="skipped steps in a row that are an anomaly")
     step_drift_ratio: Annotated[float, Field(gt=1)] = Field(default=1.5, description="over the fastest the run has shown for a while")
     traffic_ratio: Annotated[float, Field(gt=0, lt=1)] = Field(default=0.5, description="of the median of the last minutes")
@@ -90,6 +101,7 @@ class ClusterConfig(_Section):
         default=True, description="a node is evicted when a comparison of states names it once: what computes wrongly does so again"
     )
     max_evictions: Count = Field(default=2, description="nodes that may be evicted within strike_window_s without an operator")
+    max_rewinds: Count = Field(default=3, description="rewinds after loss spikes in one job; further spikes are only observed")
     fruitless_recoveries: AtLeastOne = Field(default=5, description="recoveries without a new step after which the run ends")
     limit_factor: Annotated[float, Field(gt=1)] = Field(default=5.0, description="a section's limit is this times the longest pass seen")
     compile_factor: Annotated[float, Field(gt=1)] = Field(default=12.0, description="the same for the first step of a process")

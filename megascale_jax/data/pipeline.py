@@ -80,7 +80,7 @@ class BatchIterator(ABC):
         """The next batch. Raises ``DataError`` for a damaged row."""
         batch = self._next()
         self._samples += self._layout.global_batch_size
-        self._position = int(self._kept.samples(np.int64(self._samples - 1))) + 1
+        self._position = int(self._kept.samples(np.array([self._samples - 1]))[0]) + 1
         return batch
 
     def __enter__(self) -> Self:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megascale_jax.errors import UsageError
+from megascale_jax.observe.spike import Spike
 
 MARKS = "MEGASCALE_MARKS"
 ATTEMPT = "MEGASCALE_ATTEMPT"
@@ -41,6 +42,7 @@ _ODD_RANKS = tuple(f"odd_rank_{number}" for number in range(MOST_ODD_RANKS))
 _SCALARS = (
     *("sequence", "pid", "rank", "attempt", "step", "section", "entered_ns", "non_finite_in_a_row", "non_finite", "saved", "durable"),
     *("corruption", *_ODD_RANKS),
+    *("spike_first", "spike_last", "spike_rewind_step", "spike_begin", "spike_end"),
 )
 _BODY = struct.Struct(f"<{len(_SCALARS)}q2d{3 * len(SECTIONS)}q")
 _LOSS = len(_SCALARS)
@@ -52,7 +54,7 @@ _INDEX = {name: index for index, name in enumerate(_SCALARS)}
 _SECTION_INDEX = {name: index for index, name in enumerate(SECTIONS)}
 _PID, _STEP, _SECTION, _ENTERED = _INDEX["pid"], _INDEX["step"], _INDEX["section"], _INDEX["entered_ns"]
 _IN_A_ROW, _NON_FINITE, _SAVED, _DURABLE = _INDEX["non_finite_in_a_row"], _INDEX["non_finite"], _INDEX["saved"], _INDEX["durable"]
-_CORRUPTION = _INDEX["corruption"]
+_CORRUPTION, _SPIKE = _INDEX["corruption"], _INDEX["spike_first"]
 _NONE = -1
 _SUSPECTED, _NAMED = 1, 2
 _READS = 5
@@ -86,6 +88,8 @@ class MarksReading:
     """Ranks whose copy of the state is not the others' (the first few), ``None``: no comparison has failed."""
     is_odd_certain: bool
     """Whether it is they; else one of them."""
+    spike: Spike | None
+    """The newest loss spike of this process."""
 
 
 class Marks:
@@ -170,6 +174,13 @@ class Marks:
             self._values[_CORRUPTION] = _NAMED if is_certain else _SUSPECTED
             for number, rank in enumerate(ranks[:MOST_ODD_RANKS]):
                 self._values[_CORRUPTION + 1 + number] = rank
+            self._write()
+
+    def spiked(self, spike: Spike) -> None:
+        """The loss spikes."""
+        if self._map is not None:
+            rewind_step = _NONE if spike.rewind_step is None else spike.rewind_step
+            self._values[_SPIKE : _SPIKE + 5] = [spike.first, spike.last, rewind_step, spike.begin, spike.end]
             self._write()
 
     def resumed(self, step: int, *, is_durable: bool) -> None:
@@ -267,4 +278,10 @@ def _reading(values: tuple[float, ...]) -> MarksReading:
         step_s=None if math.isnan(values[_STEP_S]) else values[_STEP_S],
         odd_ranks=tuple(rank for name in _ODD_RANKS if (rank := scalars[name]) != _NONE) if scalars["corruption"] else None,
         is_odd_certain=scalars["corruption"] == _NAMED,
+        spike=_spike(scalars) if scalars["spike_first"] else None,
     )
+
+
+def _spike(scalars: Mapping[str, int]) -> Spike:
+    first, last, rewind_step, begin, end = (scalars[f"spike_{name}"] for name in ("first", "last", "rewind_step", "begin", "end"))
+    return Spike(first, last, None if rewind_step == _NONE else rewind_step, begin, end)

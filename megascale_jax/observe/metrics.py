@@ -30,6 +30,7 @@ METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 EVENT_RESUME = "resume"
 EVENT_SKIP = "skip"
+EVENT_SPIKE = "spike"
 EVENT_CHECKPOINT = "checkpoint"
 EVENT_CHECKPOINT_ERROR = "checkpoint_error"
 Kind = Literal["train", "evaluation", "event"]

@@ -67,7 +67,7 @@ def most_shared(named: Mapping[str, jax.Array]) -> str:
     return max((name for name in named if name.startswith("params.")), key=copies)
 
 
-def flipped(state: TrainState, name: str, device: jax.Device, element: int, bit: int) -> TrainState:
+def flipped(state: TrainState, name: str, device: Any, element: int, bit: int) -> TrainState:
     """A state in which one device's copy of an array of 4-byte elements differs in one bit; the arrays given stay as they are."""
     array = named_arrays(state)[name]
     shards = []

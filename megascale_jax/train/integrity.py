@@ -1,8 +1,8 @@
 """Nothing corrupt is trained on for long, and none of it is saved: `digest.py` at its steps and before every save."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
-import jax
 import optax
 
 from megascale_jax.config.schema import Experiment
@@ -73,7 +73,7 @@ class Integrity:
         )
 
 
-def _place(place: tuple[int, int, int], device: jax.Device) -> str:
+def _place(place: tuple[int, int, int], device: Any) -> str:
     pipe, data, tensor = place
     return f"data {data} (pipe {pipe}, tensor {tensor}; rank {device.process_index}, {device})"
 

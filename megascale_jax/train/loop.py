@@ -41,6 +41,7 @@ from megascale_jax.train.garbage import collected_by_hand
 from megascale_jax.train.integrity import Integrity
 from megascale_jax.train.peak import peak_flops
 from megascale_jax.train.saved import named_arrays, named_state
+from megascale_jax.train.spikes import Spikes
 from megascale_jax.train.state import TrainState, initial_state
 from megascale_jax.train.step import make_steps, place_batch, place_vote
 
@@ -83,6 +84,7 @@ class Trainer:
         self.marks = marks or Marks()
         self.has_evaluated = False
         self.skipped = 0
+        self.spikes = Spikes(experiment, self.marks, self._event, self._say)
         self.tier = "durable"
         self.data_wait_s = 0.0
         self.commit = source_commit()
@@ -127,6 +129,8 @@ class Trainer:
                     self._event(resumed_from, EVENT_RESUME)
                     if self.tier != "durable":  # it may never have reached storage
                         self._save(resumed_from, state, batches)
+                is_durable = resumed_from is not None and self.tier == "durable"
+                self.spikes.begin(resumed_from or 0, batches.position, is_durable=is_durable)
                 step, state = self._loop(state, resumed_from or 0, batches, stop)
                 self.marks.enter("end")
                 self.store.wait()
@@ -190,9 +194,9 @@ class Trainer:
             if unread is not None:
                 # Before the next batch is asked for: the rows of the one before the last may be overwritten then.
                 stopping = self._read(*unread)
-            unread = (step, metrics | {"data_wait_s": data_wait_s})
+            unread = (step, metrics | {"data_wait_s": data_wait_s, "position": batches.position})
             evaluates = _is_due(step, train.evaluation.every) and step < train.steps
-            saves = _is_due(step, train.checkpoint.every) or step == train.steps
+            saves = (_is_due(step, train.checkpoint.every) and not self.spikes.holds_saves) or step == train.steps
             has_compiled = step == first + 1  # waited for, so that the long first run of the program is told from a step
             if step % train.gc_every == 0:
                 gc.collect()
@@ -226,6 +230,7 @@ class Trainer:
             self._say(f"step {step} was skipped: loss {values['loss']}, gradient norm {values['grad_norm']}")
         self.marks.step_done(step, values["loss"], is_skipped=values["skipped"] > 0, step_s=self.throughput.last_step_s)
         age_s, safe = self._durable(step)
+        self.spikes.read(step, values["loss"], int(values["position"]))
         if self.metrics is not None and _is_due(step, self.experiment.train.logging.every):
             self.metrics.train(
                 step,
@@ -267,6 +272,7 @@ class Trainer:
             self.store.save(step, named_arrays(state), description)
         if self.store.errors == errors:
             self.marks.saved(step)
+            self.spikes.saved(step)
         self._event(step, EVENT_CHECKPOINT, {"blocked_s": self.store.blocked_s})
 
     def _summarize(self, step: int, loss: float, resumed_from: int | None) -> RunSummary:
@@ -305,6 +311,7 @@ class Trainer:
         if durable is None:
             return None, ""
         self.marks.durable(durable["step"])
+        self.spikes.durable(durable["step"])
         age_s = max(0.0, time.time() - durable["created_unix_s"])
         return age_s, f"step {durable['step']} safe for {format_duration(age_s)}"
 

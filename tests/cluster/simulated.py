@@ -1,6 +1,7 @@
 """A cluster on virtual time around the real driver: nodes obey, training advances in lockstep, and faults happen when they are told to."""
 
 import itertools
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,10 +11,11 @@ from megascale_jax.cluster.diagnose.checks import Number, Outcome
 from megascale_jax.cluster.driver import Driver
 from megascale_jax.cluster.journal import Journal, JournalClock
 from megascale_jax.cluster.limits import Limits
-from megascale_jax.cluster.messages import Beat, Desired, Diagnosis, Hello
+from megascale_jax.cluster.messages import Assignment, Beat, Desired, Diagnosis, Hello
 from megascale_jax.cluster.reports import ProcessReport
 from megascale_jax.cluster.state import Shape
 from megascale_jax.config.cluster import ClusterConfig
+from megascale_jax.observe.spike import Spike
 
 START_S, STEP_S, STOP_S, DIAGNOSE_S = 3.0, 0.5, 0.2, 0.5
 SAVE_EVERY = 5
@@ -39,6 +41,7 @@ class SimNode:
     hangs: str = ""
     odd_ranks: tuple[int, ...] | None = None
     is_odd_certain: bool = False
+    spike: Spike | None = None
     started_s: float = 0.0
     entered_s: float = 0.0
     ended_s: float = 0.0
@@ -63,6 +66,7 @@ class World:
     lines: list[str] = field(default_factory=list)
     sims: dict[str, SimNode] = field(default_factory=dict)
     saved_step: int = 0
+    rewinds: list[tuple[int, int, int]] = field(default_factory=list)
     drops: Callable[[str], bool] = lambda name: False
     _numbers: itertools.count = field(default_factory=lambda: itertools.count(1))
 
@@ -132,6 +136,11 @@ class World:
             sim.process, sim.exit_code, sim.ended_s = "exited", 3, self.now
             sim.odd_ranks, sim.is_odd_certain = ranks, is_certain
 
+    def spike(self, first: int, last: int, rewind_step: int | None) -> None:
+        """The loss of some steps is too high; only rank 0 knows the checkpoints."""
+        for rank, name in enumerate(self.driver.state.seats):
+            self.sims[name or ""].spike = Spike(first, last, None if rank else rewind_step, 10 * first, 10 * last)
+
     def kill_executor(self, name: str) -> None:
         sim = self.sims[name]
         sim.is_alive, sim.process = False, "none"
@@ -179,7 +188,8 @@ class World:
             return
         if order is not None and order.attempt > sim.attempt:
             sim.attempt, sim.process, sim.hangs, sim.passes = order.attempt, "running", "", 0
-            sim.exit_code = sim.exit_signal = sim.is_secondary = sim.odd_ranks = None
+            sim.exit_code = sim.exit_signal = sim.is_secondary = sim.odd_ranks = sim.spike = None
+            self._rewind(order)
             sim.step, sim.started_s, sim.entered_s = self.saved_step, self.now, self.now
         if wanted.diagnosis is not None and sim.diagnosed[0] != wanted.diagnosis.round:
             sim.diagnosed = (wanted.diagnosis.round, self.now + DIAGNOSE_S)
@@ -190,6 +200,14 @@ class World:
             found = sim.finds if pair is None else (Outcome(check="pair", status="pass", numbers=rate, facts=pair.facts),)
             outcomes = tuple(outcome.model_dump(mode="json") for outcome in found)
             self.driver.heard(sim.name, Diagnosis(round=sim.diagnosed[0], outcomes=outcomes))
+
+    def _rewind(self, order: Assignment) -> None:
+        """What the trainer does with rewinds that it has not known: back to the newest checkpoint before."""
+        given = [json.loads(text.partition("=")[2]) for text in order.overrides if text.startswith("train.rewinds=")]
+        for rewind in (tuple(one) for one in (given[0] if given else [])):
+            if rewind not in self.rewinds:
+                self.rewinds.append(rewind)
+                self.saved_step = min(self.saved_step, rewind[0] - rewind[0] % SAVE_EVERY)
 
     def _train(self) -> None:
         """All processes of an attempt step together, once each has started."""
@@ -253,4 +271,5 @@ class World:
             is_secondary=sim.is_secondary,
             odd_ranks=sim.odd_ranks,
             is_odd_certain=sim.is_odd_certain,
+            spike=sim.spike,
         )

@@ -48,6 +48,13 @@ class Cluster(RuleBasedStateMachine):
         suspicions = tuple(Suspicion(rule="exit", node=name) for name in sorted(names))
         self.on(Anomaly(at_s=self.now_s, attempt=self.state.attempt, step=step, suspicions=suspicions))
 
+    @rule(step=st.integers(0, 30), also=st.booleans())
+    def spike(self, step: int, also: bool) -> None:
+        before = self.state.rewinds
+        suspicions = (Suspicion(rule="loss_spike", rewind=(step, step, step + 1)), *((Suspicion(rule="exit", node="node-0"),) * also))
+        self.on(Anomaly(at_s=self.now_s, attempt=self.state.attempt, step=step, suspicions=suspicions))
+        assert self.state.rewinds[: len(before)] == before and len(self.state.rewinds) <= self.config.max_rewinds
+
     @rule(bad=st.sets(st.sampled_from(names), max_size=2))
     def diagnose(self, bad: set[str]) -> None:
         self.on(Diagnosed(at_s=self.now_s, attempt=self.state.attempt, bad=dict.fromkeys(sorted(bad), "bad")))

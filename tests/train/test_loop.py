@@ -151,7 +151,7 @@ def test_a_rewound_run_equals_one_that_never_saw_the_samples_and_what_it_gave_up
     stopped = run(tiny(rewinds=(rewind,), **checkpoints), prepared, path, StopAt(2))
     assert stopped.step == 6, "from step 4 in storage: what is in memory was of the line that was given up"
     storage = RunFolder(path).storage()
-    late = replace(read_manifest(storage, 4), step=8, description=RunFolder(path).description(4) | {"rewinds": []})
+    late = replace(read_manifest(storage, 4), step=8, description={**RunFolder(path).description(4), "rewinds": []})
     storage.write("8/manifest.json", late.to_bytes())  # published late by a keeper of the line that was given up
     assert run(tiny(**checkpoints), prepared, path).summary.resumed_from == 6, "the new step 6, by a command that does not know of it"
     reasons = [json.loads(line)["reason"] for line in (path / "checkpoints/deletions.jsonl").read_text().splitlines()]
