@@ -66,5 +66,9 @@ class StuckProcessError(MegascaleError):
     """A process is still there after SIGKILL: it hangs in the kernel, and its node with it."""
 
 
+class JournalError(MegascaleError):
+    """An event of a job is not on the disk, so nothing may be done about it."""
+
+
 class BackendError(MegascaleError):
     """Whatever runs nodes refused a request, or failed at it; the driver asks again."""

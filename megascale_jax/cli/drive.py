@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -60,6 +61,7 @@ def drive(
     """
     from megascale_jax.cluster.driver_process import held
     from megascale_jax.cluster.moves import EXIT_NO_NODES
+    from megascale_jax.cluster.ports import parse_address
     from megascale_jax.config.layout import MeshShape
     from megascale_jax.observe.report import check_json_path, write_json
     from megascale_jax.train.folder import RunFolder
@@ -71,13 +73,14 @@ def drive(
         raise ConfigError(f"a mesh of {mesh} devices does not divide over {nodes} nodes; give a divisor with --nodes, or another mesh")
     folder = RunFolder((run_folder or Path("runs") / resolved.name).absolute())
     command = [sys.executable, "-m", "megascale_jax.cli.main", "train", experiment, *(overrides or []), "--run-folder", str(folder.path)]
+    relay = parse_address(advertise, "--advertise") if advertise is not None else None
     engine = open_engine(backend, nodes, spares, resolved)
     folder.check_clear() if fresh else folder.check(resolved)
     with held(folder.path):
         if fresh:
             with folder.taken(resolved, fresh=True):
                 pass
-        status = _drive(resolved, folder, command, nodes, engine, port)
+        status = _drive(_Request(resolved, folder, command, nodes, engine, port, relay))
     if status is not None:
         if json is not None:
             write_json(json, status)
@@ -99,9 +102,20 @@ def open_engine(backend: BackendName, nodes: int, spares: int, experiment: "Expe
             return SlurmEngine(nodes, spares, experiment.cluster.slurm, say)
 
 
-def _drive(
-    experiment: "Experiment", folder: "RunFolder", command: list[str], nodes: int, engine: "Engine", port: int
-) -> dict[str, Any] | None:
+@dataclass(frozen=True)
+class _Request:
+    """A job to be driven."""
+
+    experiment: "Experiment"
+    folder: "RunFolder"
+    command: list[str]
+    nodes: int
+    engine: "Engine"
+    port: int
+    relay: tuple[str, int] | None
+
+
+def _drive(job: _Request) -> dict[str, Any] | None:
     """Drive the job of a folder that is ours to its end; its last status, ``None`` when it had all its steps before."""
     import asyncio
 
@@ -118,18 +132,18 @@ def _drive(
     from megascale_jax.cluster.seats import shapes_of
     from megascale_jax.cluster.status import status_of
 
-    place, parallel, config = job_folder(folder.path), experiment.parallel, experiment.cluster
-    names = engine.names
-    shapes = shapes_of(nodes, parallel, experiment.train.global_batch_size, shrink=config.shrink)
+    experiment, folder, engine = job.experiment, job.folder, job.engine
+    place, parallel, config, names = job_folder(folder.path), experiment.parallel, experiment.cluster, engine.names
+    shapes = shapes_of(job.nodes, parallel, experiment.train.global_batch_size, shrink=config.shrink)
     with open_journal(place, shapes, config) as journal:
         events = list(journal.events())
         if folder.finished(experiment) and not events:
             say(f"{folder.path} has all its steps; extend it with train.steps=N, or start anew with --fresh")
             return None
-        check_command(journal, command)
+        check_command(journal, job.command)
         security = secure(place, names, (engine.host,))
-        listen = (engine.host, port_of(journal, engine.host, port))
-        machines = engine.backend(Start(advertised or listen, security, place, command))
+        listen = (engine.host, port_of(journal, engine.host, job.port))
+        machines = engine.backend(Start(job.relay or listen, security, place, job.command))
         watcher = Watcher(config, Limits.of(config, journal.fact("limits")))
         clock = JournalClock(max((event.at_s for event in events), default=0.0))
 

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from megascale_jax.cluster.ports import free_ports
 from megascale_jax.cluster.proxy import Proxy
 from megascale_jax.cluster.small_disk import mount_small_disk, unmount
 from megascale_jax.errors import MegascaleError, UsageError
+from megascale_jax.observe.marks import DRILL
 
 END_S = 60.0
 """Longest that a driver may take to end its job."""
@@ -30,11 +31,13 @@ DISK_BYTES = 2 << 30
 class OwnJob:
     """A local job of the drill's own: ``command`` drives it, with the run folder still to be added."""
 
-    def __init__(self, folder: Path, command: Sequence[str], *, shrinks: bool = False, environment: Mapping[str, str] | None = None):
+    flips_bits = True
+
+    def __init__(self, folder: Path, command: Sequence[str], *, shrinks: bool = False):
         """Nodes reach their driver through a proxy; the folder is a small disk where this user may mount one."""
         self.folder, self.shrinks = folder, shrinks
         self.log = folder.parent / f"{folder.name}.driver.log"
-        self._environment = dict(os.environ) | dict(environment or {})
+        self._environment = dict(os.environ) | {DRILL: "1"}
         self._driver: subprocess.Popen[bytes] | None = None
         port = free_ports("127.0.0.1", 1)[0]
         self.proxy: Proxy | None = Proxy(("127.0.0.1", port))
@@ -92,6 +95,7 @@ class RunningJob:
     proxy: Proxy | None = None
     has_small_disk = False
     shrinks = False
+    flips_bits = False
 
     def __init__(self, folder: Path):
         """Raises RunFolderError when no driver has that folder."""

@@ -9,8 +9,8 @@ reads its journal, hears the executors present themselves, and goes on.
 
 import sqlite3
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from megascale_jax.cluster.anomaly import Findings, NodeView, Watcher, odd_software
@@ -26,8 +26,9 @@ from megascale_jax.cluster.policy import ACTIVE, apply, deadline, desired, first
 from megascale_jax.cluster.reports import ProcessReport
 from megascale_jax.cluster.state import Advanced, Anomaly, Elapsed, Ended, Event, Idle, Joined, Lost, Shape, State, Suspicion
 from megascale_jax.cluster.story import told
+from megascale_jax.cluster.supply import Supply
 from megascale_jax.config.cluster import ClusterConfig
-from megascale_jax.errors import MegascaleError
+from megascale_jax.errors import JournalError
 
 _REPEAT_S = 5.0
 """Time after which a node is told again what it knows."""
@@ -83,8 +84,9 @@ class Driver:
         """What rules found that only say so, and when."""
         self._advanced = (0, 0, now)
         self._limits_kept_s = now
-        self._removed: set[str] = set()
-        self._refused: dict[str, str] = {}
+        self.supply = Supply(backend, names, say)
+        self._unwritten = ""
+        """Why the journal cannot be written."""
         self.examination: Examination | None = None
 
     # What arrives.
@@ -92,31 +94,39 @@ class Driver:
     def heard(self, name: str, message: Hello | Beat | Diagnosis) -> None:
         """A node said something. ``name`` is the one that its connection was authenticated for."""
         self._heard_s[name] = self.clock.now()
+        with self._journaled():
+            self._hear(name, message)
+
+    def _hear(self, name: str, message: Hello | Beat | Diagnosis) -> None:
         match message:
             case Hello():
                 self._hellos[name] = message
                 self._present(name, message)
             case Beat():
                 self.beats[name] = message
-                node = self.state.nodes.get(name)
                 if message.is_idle:
                     self._stuck.discard(name)
-                is_back = node is not None and node.lost_at_s is not None and name in self._hellos and name not in self._stuck
-                if is_back and self.backend.is_alive(name) is not False:  # else its last words were late
-                    self._present(name, self._hellos[name])  # it was silent, and its connection has survived
+                hello = self._hellos.get(name)
+                is_back = hello is not None and name not in self._stuck and self._is_news(name, hello)
+                if hello is not None and is_back and self.backend.is_alive(name) is not False:  # else its last words were late
+                    self._present(name, hello)  # it was silent, and its connection has survived
                     self.beats[name] = message
             case Diagnosis() if self.examination is not None:
                 self.examination.heard(name, message)
             case _:
                 pass
 
+    def _is_news(self, name: str, hello: Hello) -> bool:
+        node = self.state.nodes.get(name)
+        return node is None or node.incarnation != hello.incarnation or node.lost_at_s is not None
+
     def _present(self, name: str, hello: Hello) -> None:
         node = self.state.nodes.get(name)
-        if node is None or node.incarnation != hello.incarnation or node.lost_at_s is not None:
+        if self._is_news(name, hello):
             self.beats.pop(name, None)
             self.record(Joined(at_s=self.clock.now(), **hello.model_dump(include={"node", "incarnation", "address", "ports", "machine"})))
             if self.state.nodes[name].status != NodeStatus.EVICTED and node is not None and node.status == NodeStatus.EVICTED:
-                self._removed.discard(name)
+                self.supply.came_anew(name)
         self.software[name] = hello.software
         self._told.pop(name, None)
         self._told_state = None
@@ -126,7 +136,20 @@ class Driver:
     # What time brings.
 
     def tick(self) -> None:
-        """Look at everything once. Call it every few tenths of a second."""
+        """Look at everything once. Call it every few tenths of a second. Without a journal nothing is decided, and all is tried again."""
+        with self._journaled():
+            self._look()
+
+    @contextmanager
+    def _journaled(self) -> Iterator[None]:
+        try:
+            yield
+        except JournalError as error:
+            if str(error) != self._unwritten:
+                self._unwritten = str(error)
+                self._say(f"alarm: {error}")
+
+    def _look(self) -> None:
         now = self.clock.now()
         self._miss(now)
         if self.state.phase in ACTIVE:
@@ -139,7 +162,7 @@ class Driver:
         limits = [at_s for at_s in (deadline(self.state, self.config), looks_again_at(self.state, self.config)) if at_s is not None]
         if limits and now >= min(limits):
             self.record(Elapsed(at_s=now, phase=self.state.phase, since_s=self.state.since_s))
-        self._have_nodes()
+        self.supply.keep(self.state)
         self.tell()
         if now > self._limits_kept_s + _LIMITS_S:
             self._limits_kept_s = now
@@ -147,8 +170,9 @@ class Driver:
                 self.journal.keep("limits", self.watcher.limits.to_json())
 
     def record(self, event: Event) -> None:
-        """Journal an event, then let it change the job. Nothing follows from an event that could not be journaled."""
+        """Journal an event, then let it change the job. Raises JournalError: nothing follows from an event that could not be journaled."""
         self.journal.append(event)
+        self._unwritten = ""
         before, self.state = self.state, apply(self.state, event, self.config)
         if isinstance(event, Elapsed):
             self._stuck |= {name for name, node in self.state.nodes.items() if node.lost_at_s != before.nodes[name].lost_at_s}
@@ -244,8 +268,8 @@ class Driver:
         last_step, last_saved, last_s = self._advanced
         is_news = self.state.phase == Phase.RESTORING or saved > last_saved or now > last_s + _ADVANCED_S
         if has_stepped and is_news and (step, saved) != (last_step, last_saved) and self.state.phase in ACTIVE:
-            self._advanced = (step, saved, now)
             self.record(Advanced(at_s=now, attempt=self.state.attempt, step=step, saved_step=saved))
+            self._advanced = (step, saved, now)
 
     def _confirm(self, now: float) -> None:
         for name in self.state.seats:
@@ -277,37 +301,6 @@ class Driver:
     def _in_pairs(self, name: str) -> Node:
         node, hello = self.state.nodes[name], self._hellos.get(name)
         return Node(address=node.address, ports=node.ports[-MOST_ROUNDS:], switch=hello.switch if hello is not None else None)
-
-    def _have_nodes(self) -> None:
-        """Have the backend run what should run, and take out what was evicted."""
-        over = self.state.phase in ENDS
-        for name in self.names:
-            node = self.state.nodes.get(name)
-            is_evicted = node is not None and node.status == NodeStatus.EVICTED
-            try:
-                if node is not None and is_evicted and name not in self._removed and self._is_idle(name):
-                    self._removed.add(name)
-                    self.backend.remove(name, node.machine, node.reason)
-                elif not is_evicted and not over and (node is None or node.lost_at_s is not None):
-                    if name in self._removed:
-                        self._removed.discard(name)
-                        self.backend.restore(name, node.machine if node is not None else "")
-                    self.backend.ensure(name)
-            except MegascaleError as error:
-                if self._refused.get(name) != str(error):
-                    self._refused[name] = str(error)
-                    self._say(f"{name}: {error}")
-
-    def _is_idle(self, name: str) -> bool:
-        """Whether a node may be taken away: it trains no more, or cannot be asked."""
-        node = self.state.nodes[name]
-        return name in self.state.idle or name not in self.state.seats or node.lost_at_s is not None or self.state.phase in ENDS
-
-    def take_away_all(self) -> None:
-        """The job is over: end executors that did not hear of it."""
-        for name in self.names:
-            with suppress(MegascaleError):
-                self.backend.release(name)
 
     def _processes(self) -> list[ProcessReport]:
         beats = [self.beats.get(name or "") for name in self.state.seats]

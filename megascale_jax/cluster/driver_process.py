@@ -29,7 +29,7 @@ from megascale_jax.cluster.messages import Answer, Beat, Command, Desired, Diagn
 from megascale_jax.cluster.state import Ordered
 from megascale_jax.cluster.status import status_of
 from megascale_jax.config.cluster import DRIVER_LOCK
-from megascale_jax.errors import RunFolderError
+from megascale_jax.errors import JournalError, RunFolderError, StorageError
 from megascale_jax.observe.report import replace_file
 
 TICK_S = 0.1
@@ -37,6 +37,7 @@ LEAVE_S = 15.0
 """Longest that the driver waits at the end for its executors to hear that it is over."""
 DRIVER_FILE = "driver.json"
 _PROGRESS_S = 10.0
+_AGAIN_S = 2.0
 
 
 class Control:
@@ -79,6 +80,10 @@ class Control:
         assert driver is not None, "the link opens after the driver is there"
         if command.action == "status":
             return Answer(is_done=True, text=driver.state.phase.value, status=json.loads(json.dumps(status_of(driver))))
+        try:  # before anything is done
+            self._audit.append(peer.name, peer.role, "asked", {"command": command.action, "node": command.node})
+        except StorageError as error:
+            return Answer(is_done=False, text=f"nothing was done, since it could not be put on record: {error}")
         now, action = driver.clock.now(), operators.Command(command.action)
         if action is operators.Command.CONFIRM:
             self._requests, outcome = operators.confirm(self._requests, command.number or 0, peer.name, peer.role, now)
@@ -105,7 +110,10 @@ class Control:
                     return Answer(is_done=False, text=f"no node {node}; there are {', '.join(sorted(driver.state.nodes))}")
                 values = {"at_s": driver.clock.now(), "action": outcome.command.value, "node": node, "by": by, "step": driver.step}
                 before = driver.state
-                driver.record(Ordered.model_validate(values))
+                try:
+                    driver.record(Ordered.model_validate(values))
+                except JournalError as error:
+                    return Answer(is_done=False, text=str(error))
                 done = driver.state != before
                 return Answer(is_done=done, text=f"{outcome.command} {outcome.target}: {'done' if done else 'changes nothing now'}")
 
@@ -149,7 +157,15 @@ async def drive(
     def stop() -> None:
         nonlocal asked
         asked += 1
-        driver.record(Ordered(at_s=driver.clock.now(), action="stop", by="signal", step=driver.step))
+        record_stop()
+
+    def record_stop() -> None:
+        try:
+            driver.record(Ordered(at_s=driver.clock.now(), action="stop", by="signal", step=driver.step))
+        except JournalError as error:
+            say(f"not stopped yet: {error}")
+            loop.call_later(_AGAIN_S, record_stop)
+            return
         audit.append("signal", "system", "stop", {})
 
     loop = asyncio.get_running_loop()
@@ -172,7 +188,7 @@ async def _tick(driver: Driver, is_hurried: Callable[[], bool], say: Callable[[s
         if driver.state.phase in ENDS:
             ended_at = ended_at or now
             if driver.is_over or now > ended_at + LEAVE_S:
-                driver.take_away_all()
+                driver.supply.release()
                 return
         elif driver.state.phase == Phase.RUNNING and driver.step != progress[0] and now > progress[1] + _PROGRESS_S:
             progress = (driver.step, now)

@@ -29,7 +29,7 @@ from megascale_jax.cluster.job import token_file
 from megascale_jax.cluster.link.client import LinkClient
 from megascale_jax.cluster.link.security import Security
 from megascale_jax.cluster.messages import DiagnosisOrder, Hello, ToNode
-from megascale_jax.cluster.ports import address_towards, free_ports
+from megascale_jax.cluster.ports import address_towards, free_ports, parse_address
 from megascale_jax.cluster.processes import TrainingProcesses
 from megascale_jax.errors import UsageError
 from megascale_jax.observe.provenance import library_versions
@@ -91,10 +91,7 @@ def scratch_folder(environment: Mapping[str, str], node: str) -> Path:
 
 async def execute(options: argparse.Namespace) -> None:
     """Be the executor of this node until the driver lets it go or a signal ends it. Raises UsageError for a bad request."""
-    host, _, port = options.driver.rpartition(":")
-    if not port.isdecimal():
-        raise UsageError(f"--driver is {options.driver!r}; expected HOST:PORT")
-    driver = (host.strip("[]"), int(port))
+    driver = parse_address(options.driver, "--driver")
     security = Security.load(options.security, role="client", token=token_file(options.security, options.node))
     address = address_towards(driver)
     hello = Hello(

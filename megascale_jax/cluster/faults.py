@@ -14,12 +14,14 @@ from typing import Any, Protocol
 import psutil
 
 from megascale_jax.checkpoint.manifest import published_steps
+from megascale_jax.cluster.asking import ask_driver
 from megascale_jax.cluster.backends.local import executor_process, switch_off, switch_on
 from megascale_jax.cluster.freezer import freezer_root, frozen, slowed
 from megascale_jax.cluster.lifecycle import NodeStatus
 from megascale_jax.cluster.proxy import Proxy
 from megascale_jax.cluster.small_disk import filled
-from megascale_jax.errors import UsageError
+from megascale_jax.errors import MegascaleError, UsageError
+from megascale_jax.observe.marks import FLIP
 
 SLOW_SHARE = 0.3
 SLOW_S = 40.0
@@ -43,6 +45,8 @@ class Job(Protocol):
     """Its folder is a disk of its own, which may be filled."""
     shrinks: bool
     """It may go on with fewer nodes."""
+    flips_bits: bool
+    """Its processes flip a bit of their state when they are asked to."""
 
     def status(self) -> dict[str, Any] | None:
         """What the driver says; ``None`` while there is none."""
@@ -233,6 +237,18 @@ def _checkpoint_corrupt(job: Job, status: dict[str, Any], node: str) -> Injury:
     return Injury(frozenset({node}))
 
 
+def _silent_corruption(job: Job, status: dict[str, Any], node: str) -> Injury:
+    """One bit of one device's copy of a parameter is another; nothing else shows it. A node that was evicted for it is repaired."""
+    process = status["nodes"][node]["processes"][0]
+    (node_folder(job, node) / f"attempt-{status['attempt']:04}" / f"rank-{process['rank']}{FLIP}").touch()
+
+    def repair() -> None:
+        with suppress(MegascaleError, OSError):
+            ask_driver(job.folder, None, "uncordon", node=node)
+
+    return Injury(frozenset({node}), repair)
+
+
 def flip_byte(path: Path) -> None:
     """Change the byte in the middle of a file."""
     with path.open("r+b") as file:
@@ -248,6 +264,10 @@ def _keepers(job: Job) -> Iterator[psutil.Process]:
         with suppress(psutil.Error):
             if any("keeper_process" in word for word in process.cmdline()) and any(place in word for word in process.cmdline()):
                 yield process
+
+
+def _lacks_flips(job: Job) -> str:
+    return "" if job.flips_bits else "its processes were not started for a drill (MEGASCALE_DRILL=1)"
 
 
 def _lacks_freezer(job: Job) -> str:
@@ -283,6 +303,7 @@ KINDS: Mapping[str, Fault] = {
     "shrunk": Fault(_shrunk, lacks=_lacks_shrinking),
     "disk_full": Fault(_disk_full, hits_node=False, interrupts=None, lacks=_lacks_disk),
     "checkpoint_corrupt": Fault(_checkpoint_corrupt),
+    "silent_corruption": Fault(_silent_corruption, lacks=_lacks_flips),
 }
 
 

@@ -14,7 +14,7 @@ from typing import Self
 from pydantic import TypeAdapter, ValidationError
 
 from megascale_jax.cluster.state import Event
-from megascale_jax.errors import RunFolderError
+from megascale_jax.errors import JournalError, RunFolderError
 
 _FORMAT = "1"
 _BUSY_S = 10.0
@@ -50,8 +50,14 @@ class Journal:
         self.close()
 
     def append(self, event: Event) -> None:
-        """On disk when this returns. Raises sqlite3.Error when it cannot be: then nothing may be done about the event."""
-        self._file.execute("INSERT INTO events (at_s, unix_s, event) VALUES (?, ?, ?)", (event.at_s, time.time(), event.model_dump_json()))
+        """On disk when this returns. Raises JournalError when it cannot be: then nothing may be done about the event."""
+        row = (event.at_s, time.time(), event.model_dump_json())
+        try:
+            self._file.execute("INSERT INTO events (at_s, unix_s, event) VALUES (?, ?, ?)", row)
+        except sqlite3.Error as error:
+            raise JournalError(
+                f"{self._path} cannot be written ({error}); nothing is decided until it can: make room on its disk"
+            ) from error
 
     def events(self) -> Iterator[Event]:
         """All of them, oldest first. Raises RunFolderError for one that this program does not understand."""

@@ -32,3 +32,11 @@ def free_ports(address: str, count: int) -> tuple[int, ...]:
         if len(found) == count:
             return tuple(found)
     raise UsageError(f"found {len(found)} free ports between {_FIRST} and {_LAST} on {address}, expected {count}")
+
+
+def parse_address(text: str, option: str) -> tuple[str, int]:
+    """HOST:PORT as a pair; a host that is an IPv6 address stands in brackets. Raises UsageError."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise UsageError(f"{option} is {text!r}; expected HOST:PORT")
+    return host.strip("[]"), int(port)

@@ -28,6 +28,10 @@ from megascale_jax.observe.spike import Spike
 
 MARKS = "MEGASCALE_MARKS"
 ATTEMPT = "MEGASCALE_ATTEMPT"
+DRILL = "MEGASCALE_DRILL"
+"""Environment variable of a process that may be asked to hurt itself (`train/flip.py`)."""
+FLIP = ".flip"
+"""Suffix of the file beside the marks that asks for it."""
 SECTIONS = ("start", "join", "data", "restore", "compile", "step", "evaluate", "checkpoint", "end")
 UNTAUGHT_PASSES = {"step": 1}
 """First passes of a process that say nothing of the later ones, so ``longest_s`` leaves them out: JAX may compile the second step anew."""

@@ -16,11 +16,10 @@ import jax
 import numpy as np
 
 from megascale_jax.errors import UsageError
-from megascale_jax.observe.marks import MARKS
+from megascale_jax.observe.marks import DRILL, FLIP, MARKS
 from megascale_jax.train.saved import named_arrays
 from megascale_jax.train.state import TrainState
 
-DRILL = "MEGASCALE_DRILL"
 _BIT = 12
 """Of the 23 bits of a fraction: the number stays a plausible one, and no loss shows it."""
 
@@ -38,7 +37,7 @@ class BitFlip:
             return None
         if not environment.get(MARKS):
             raise UsageError(f"{DRILL}=1 is for processes that `megascale drive` starts; {MARKS} is not set")
-        return cls(Path(environment[MARKS]).with_suffix(".flip"))
+        return cls(Path(environment[MARKS]).with_suffix(FLIP))
 
     def apply(self, state: TrainState) -> TrainState:
         """The state as it is, or with one bit flipped if that was asked for. Raises UsageError for a file that asks for something else."""

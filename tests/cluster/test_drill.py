@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from megascale_jax.cluster import drill as drill_module
 from megascale_jax.cluster.drill import Drill, compared, losses, summary
-from megascale_jax.cluster.faults import KINDS, Fault, Injury, draw, flip_byte
+from megascale_jax.cluster.faults import KINDS, Fault, Injury, Job, draw, flip_byte
 from megascale_jax.errors import UsageError
 
 SEATS = ["node-0", "node-1"]
@@ -23,7 +24,7 @@ def incident(number: int, began_s: float, named: list[str], **more: Any) -> dict
 class FakeJob:
     """Answers with the given incidents once the fault is there; trains on with every look."""
 
-    proxy, has_small_disk, shrinks = None, False, False
+    proxy, has_small_disk, shrinks, flips_bits = None, False, False, False
 
     def __init__(self, *incidents: dict[str, Any], observed: tuple[str, ...] = ()):
         self.folder, self.incidents, self.observed = Path("run"), incidents, observed
@@ -56,6 +57,10 @@ class FakeJob:
         return Injury(frozenset(nodes), undo, **more)
 
 
+def hurts(job: FakeJob, **more: Any) -> Callable[[Job, dict[str, Any], str], Injury]:
+    return lambda _, status, node: job.hurt(node, **more)
+
+
 @pytest.fixture
 def run(monkeypatch):
     ticks = itertools.count()
@@ -70,7 +75,7 @@ def run(monkeypatch):
 
 def test_times_and_the_right_node(run):
     job = FakeJob(incident(1, 103.0, ["node-1"]))
-    record = run(job, Fault(lambda job, status, node: job.hurt(node)))
+    record = run(job, Fault(hurts(job)))
     assert (record.node, record.recovered, record.right_node_named, record.healthy_evicted) == ("node-1", True, True, [])
     assert (record.detected_s, record.suspended_s, record.restored_s, record.total_s) == (3.0, 1.0, 1.0, 7.0)
     assert (record.steps_lost, record.interruptions, job.undone) == (4, 1, 1)
@@ -78,12 +83,14 @@ def test_times_and_the_right_node(run):
 
 @pytest.mark.parametrize(("named", "right"), [(["node-0"], False), (["node-0", "node-1"], False), ([], False), (["node-1"], True)])
 def test_only_a_node_that_was_hurt_may_be_named(run, named, right):
-    record = run(FakeJob(incident(1, 103.0, named)), Fault(lambda job, status, node: job.hurt(node)))
+    job = FakeJob(incident(1, 103.0, named))
+    record = run(job, Fault(hurts(job)))
     assert record.right_node_named is right
 
 
 def test_eviction_of_a_healthy_node_is_told_from_that_of_the_bad_one(run):
-    record = run(FakeJob(incident(1, 103.0, ["node-1"], evicted=["node-1", "node-0"])), Fault(lambda job, status, node: job.hurt(node)))
+    job = FakeJob(incident(1, 103.0, ["node-1"], evicted=["node-1", "node-0"]))
+    record = run(job, Fault(hurts(job)))
     assert record.healthy_evicted == ["node-0"]
 
 
@@ -94,25 +101,26 @@ def test_a_fault_that_is_to_end_by_itself_is_undone_before_recovery_counts(run):
         looks.append(job.undone)
         return len(looks) > 2
 
-    record = run(job, Fault(lambda job, status, node: job.hurt(node, is_enough=is_enough), interrupts=False))
+    record = run(job, Fault(hurts(job, is_enough=is_enough), interrupts=False))
     assert (record.recovered, record.detected_s, looks, job.undone) == (True, None, [0, 0, 0], 1)
 
 
 def test_training_that_need_not_stop_may_be_seen_by_a_rule(run):
-    fault = Fault(lambda job, status, node: job.hurt(node), interrupts=False, looks_for="step_drift")
-    assert run(FakeJob(observed=("step_drift: slower",)), fault).note == ""
-    assert run(FakeJob(), fault).note == "step_drift did not see it"
+    for job, note in ((FakeJob(observed=("step_drift: slower",)), ""), (FakeJob(), "step_drift did not see it")):
+        assert run(job, Fault(hurts(job), interrupts=False, looks_for="step_drift")).note == note
 
 
 def test_what_must_interrupt_and_does_not_has_not_recovered(run):
-    record = run(FakeJob(), Fault(lambda job, status, node: job.hurt(node)))
+    job = FakeJob()
+    record = run(job, Fault(hurts(job)))
     assert not record.recovered and record.note == "not over after 300 s"
     assert summary([record])["injected"] == 1 and summary([record])["recovered"] == 0
 
 
 def test_a_fault_that_lacks_something_is_refused_and_not_drawn(run):
+    job = FakeJob()
     with pytest.raises(UsageError, match="cannot be injected into this job: no disk"):
-        run(FakeJob(), Fault(lambda job, status, node: job.hurt(node), lacks=lambda job: "no disk"))
+        run(job, Fault(hurts(job), lacks=lambda job: "no disk"))
 
 
 def test_every_kind_comes_before_one_comes_again():

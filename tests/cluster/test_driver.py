@@ -6,9 +6,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import Phase as HypothesisPhase
 
 from megascale_jax.cluster.diagnose.checks import Outcome
+from megascale_jax.cluster.journal import Journal
 from megascale_jax.cluster.lifecycle import NodeStatus, Phase
 from megascale_jax.cluster.state import Ordered, Shape
 from megascale_jax.config.cluster import ClusterConfig, FloorsConfig
+from megascale_jax.errors import JournalError
 from tests.cluster.simulated import STEP_S, World
 
 CONFIG = ClusterConfig(
@@ -245,3 +247,24 @@ def test_the_last_words_of_a_dead_executor_do_not_bring_it_back(world) -> None:
     assert world.driver.state.nodes["node-1"].lost_at_s is not None
     world.driver.heard("node-1", beat)
     assert world.driver.state.nodes["node-1"].lost_at_s is not None
+
+
+def test_without_a_journal_nothing_is_decided_and_afterwards_all_goes_on(tmp_path, monkeypatch) -> None:
+    world, appended = World(tmp_path, CONFIG), Journal.append
+
+    def full(self: Journal, event: object) -> None:
+        raise JournalError("the disk is full")
+
+    monkeypatch.setattr(Journal, "append", full)
+    world.run(10.0)
+    assert not world.driver.state.nodes, "a node is not known before that is journaled"
+    monkeypatch.setattr(Journal, "append", appended)
+    world.until_step(12)
+    monkeypatch.setattr(Journal, "append", full)
+    world.crash("node-1")
+    world.run(30.0)
+    assert not world.driver.state.incidents
+    monkeypatch.setattr(Journal, "append", appended)
+    world.until_step(20)
+    assert [incident.named for incident in world.driver.state.incidents] == [("node-1",)]
+    assert [line for line in world.lines if line.startswith("alarm")] == ["alarm: the disk is full"] * 2
