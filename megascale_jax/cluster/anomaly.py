@@ -205,7 +205,7 @@ def _corrupt(placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion
     for view, process in placed if said is not None else ():
         if said is not None and process.rank in (said.odd_ranks or ()):
             what = "its copy of the state is not the others'" if said.is_odd_certain else "its copy of the state or another's is wrong"
-            detail = f"{what}, at step {_next_step(said)}"
+            detail = f"{what}, after step {said.step or 0}"
             yield Suspicion(rule=CORRUPTION, node=view.name, rank=process.rank, detail=detail, is_primary=said.is_odd_certain)
 
 

@@ -3,7 +3,8 @@
 Only a process that was started with ``MEGASCALE_DRILL=1`` looks, once a step, for a file beside its marks: ``rank-N.flip`` next to
 ``rank-N.marks`` (`observe/marks.py`). When it is there it is removed, and one bit of one device's copy of an array is another. The file
 is empty, or one JSON object: ``{"array": "params.position", "element": 0, "bit": 12}``, any of which may be left out. By
-default it is the parameter that most devices hold alike, since more than two copies tell which one is wrong.
+default it is the parameter that most devices hold alike, or the rng where that has more copies: what no other device has too
+cannot be compared, and more than two copies tell which one is wrong.
 """
 
 import json
@@ -57,13 +58,13 @@ class BitFlip:
 
 
 def most_shared(named: Mapping[str, jax.Array]) -> str:
-    """The parameter of which most devices hold the same part."""
+    """The array of which most devices hold the same part: a parameter if there is one among them, else the rng."""
 
     def copies(name: str) -> int:
         parts = [str(part) for part in named[name].sharding.devices_indices_map(named[name].shape).values()]
         return max(map(parts.count, parts))
 
-    return max((name for name in named if name.startswith("params.")), key=copies)
+    return max([*(name for name in named if name.startswith("params.")), "rng"], key=copies)
 
 
 def flipped(state: TrainState, name: str, device: Any, element: int, bit: int) -> TrainState:

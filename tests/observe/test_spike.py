@@ -6,7 +6,12 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given, settings
 
+from megascale_jax.config.cluster import ClusterConfig, RulesConfig
+from megascale_jax.config.schema import CheckpointConfig
+from megascale_jax.observe.marks import Marks, read_marks
 from megascale_jax.observe.spike import Spike, SpikeWatch
+from megascale_jax.train.spikes import Spikes
+from tests.build import experiment
 
 BATCH = 10
 
@@ -67,3 +72,20 @@ def test_noise_and_slopes_are_none(seed, noise, slope):
     rng = np.random.default_rng(seed)
     losses = 5 + noise * rng.standard_normal(300) - slope * np.arange(300) / 10
     assert not any(fed(watch(window=64), losses))
+
+
+def test_what_a_loop_does_with_a_spike_follows_the_rule(tmp_path):
+    for rule, shown, held in (("off", False, False), ("observe", True, False), ("act", True, True)):
+        rules = RulesConfig(loss_spike=rule, loss_spike_window=8, loss_spike_steps=2, loss_spike_margin=0)
+        config = experiment(train={"checkpoint": CheckpointConfig(every=4)}).model_copy(update={"cluster": ClusterConfig(rules=rules)})
+        events, said, path = [], [], tmp_path / rule
+        spikes = Spikes(config, Marks(path), lambda step, name, events=events: events.append((step, name)), said.append)
+        spikes.begin(4, 40, is_durable=True)
+        for step in range(5, 13):
+            spikes.read(step, 3.0, 10 * step)
+        spikes.saved(8)
+        spikes.durable(8)
+        for step in (13, 14, 15):
+            spikes.read(step, 9.0, 10 * step)
+        assert read_marks(path).spike == (Spike(13, 15, 8, 120, 150) if shown else None)
+        assert (len(events), len(said), spikes.holds_saves) == (shown, shown, held)

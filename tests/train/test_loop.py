@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 
 from megascale_jax.checkpoint.manifest import published_steps, read_manifest
+from megascale_jax.config.cluster import ClusterConfig, RulesConfig
 from megascale_jax.config.schema import CheckpointConfig, DataConfig, EvaluationConfig, LoggingConfig
 from megascale_jax.errors import CheckpointError, CorruptStateError, RunFolderError
 from megascale_jax.observe.marks import MARKS, Marks, read_marks
 from megascale_jax.observe.metrics import read_metrics
+from megascale_jax.observe.spike import SpikeWatch
 from megascale_jax.train.flip import DRILL
 from megascale_jax.train.folder import RunFolder
 from megascale_jax.train.loop import Trainer
@@ -139,8 +141,8 @@ def test_a_flipped_bit_is_never_saved_and_the_run_goes_on_bit_equal(prepared, un
     assert losses(path) == unbroken[0]
 
 
-def test_a_rewound_run_equals_one_that_never_saw_the_samples_and_what_it_gave_up_never_comes_back(prepared, tmp_path):
-    path, other = tmp_path / "run", tmp_path / "other"
+def test_a_rewound_run_equals_one_that_never_saw_the_samples_and_what_it_gave_up_never_comes_back(prepared, tmp_path, monkeypatch):
+    path, other, marks = tmp_path / "run", tmp_path / "other", tmp_path / "marks"
     checkpoints = {"checkpoint": CheckpointConfig(every=2, keep=9)}
     with pytest.raises(Killed):
         run(tiny(**checkpoints), prepared, path, StopAt(hook=kill_at_7))
@@ -159,8 +161,13 @@ def test_a_rewound_run_equals_one_that_never_saw_the_samples_and_what_it_gave_up
     assert RunFolder(path).experiment().train.rewinds == (rewind,)
     never = tiny(**checkpoints)
     never = never.model_copy(update={"train": never.train.model_copy(update={"data": DataConfig(skip=(rewind[1:],))})})
-    run(never, prepared, other)
+    rules = RulesConfig(loss_spike_window=8, loss_spike_steps=1, loss_spike_margin=2)
+    monkeypatch.setattr(SpikeWatch, "limit", 0.0)  # whatever loss follows a full window is a spike
+    run(never.model_copy(update={"cluster": ClusterConfig(rules=rules)}), prepared, other, marks=Marks(marks))
     assert losses(path) == losses(other)
+    spike = read_marks(marks).spike
+    assert (spike.first, spike.last, spike.begin, spike.end) == (9, 9, 6 * 24 + 43, 9 * 24 + 43), "from two steps before it"
+    assert [line["step"] for line in read_metrics(other, "event") if line["event"] == "spike"] == [9]
 
 
 def test_run_that_was_removed_leaves_nothing_to_resume_from(prepared, tmp_path):
