@@ -45,6 +45,22 @@ def restart(run: Run, token: TokenFile = None) -> None:
 
 
 @app.command()
+def rewind(
+    run: Run,
+    to_step: Annotated[int, typer.Option("--to-step", min=0, help="go on from the newest checkpoint at or before it", show_default=False)],
+    skip_samples: Annotated[
+        str, typer.Option("--skip-samples", metavar="FIRST:END", help="never train on FIRST to END - 1", show_default=False)
+    ],
+    token: TokenFile = None,
+) -> None:
+    """Give up what was trained after a step, checkpoints too, and skip the samples of a loss spike. Needs the role admin."""
+    first, _, end = skip_samples.partition(":")
+    if not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
+        raise UsageError(f"--skip-samples {skip_samples}: expected FIRST:END, two numbers with END above FIRST, such as 3200:3840")
+    _order(run, token, "rewind", rewind=(to_step, int(first), int(end)))
+
+
+@app.command()
 def evict(run: Run, node: Node, token: TokenFile = None) -> None:
     """Take a node out of the job for good; a spare takes its place. Needs the role admin, and another admin's `confirm`."""
     _order(run, token, "evict", node=node)

@@ -26,7 +26,7 @@ from megascale_jax.cluster.link.security import Security
 from megascale_jax.cluster.link.server import LinkServer
 from megascale_jax.cluster.link.tokens import Role
 from megascale_jax.cluster.messages import Answer, Beat, Command, Desired, Diagnosis, FromNode, Hello
-from megascale_jax.cluster.state import Ordered
+from megascale_jax.cluster.state import Ordered, Rewind
 from megascale_jax.cluster.status import status_of
 from megascale_jax.config.cluster import DRIVER_LOCK
 from megascale_jax.errors import JournalError, RunFolderError, StorageError
@@ -90,11 +90,12 @@ class Control:
         else:
             target = command.node or ""
             self._requests, outcome = operators.submit(self._requests, action, target, peer.name, peer.role, now, self._rule)
-        answer = self._carried_out(outcome)
-        self._audit.append(peer.name, peer.role, action, {"node": command.node, "done": answer.is_done, "answer": answer.text})
+        answer = self._carried_out(outcome, command.rewind)
+        details = {"node": command.node} if command.rewind is None else {"rewind": list(command.rewind)}
+        self._audit.append(peer.name, peer.role, action, {**details, "done": answer.is_done, "answer": answer.text})
         return answer
 
-    def _carried_out(self, outcome: operators.Outcome) -> Answer:
+    def _carried_out(self, outcome: operators.Outcome, rewind: Rewind | None) -> Answer:
         driver = self.driver
         assert driver is not None, "the link opens after the driver is there"
         match outcome:
@@ -108,12 +109,27 @@ class Control:
                 node = outcome.target or None
                 if node is not None and node not in driver.state.nodes:
                     return Answer(is_done=False, text=f"no node {node}; there are {', '.join(sorted(driver.state.nodes))}")
-                values = {"at_s": driver.clock.now(), "action": outcome.command.value, "node": node, "by": by, "step": driver.step}
+                values = {
+                    "at_s": driver.clock.now(),
+                    "action": outcome.command.value,
+                    "node": node,
+                    "by": by,
+                    "step": driver.step,
+                    "rewind": rewind,
+                }
+                if outcome.command is operators.Command.REWIND and (rewind is None or rewind[1] >= rewind[2]):
+                    return Answer(
+                        is_done=False, text="expected a step and a range of samples, such as --to-step 100 --skip-samples 3200:3840"
+                    )
                 before = driver.state
+<<<<<<< HEAD
                 try:
                     driver.record(Ordered.model_validate(values))
                 except JournalError as error:
                     return Answer(is_done=False, text=str(error))
+=======
+                driver.record(Ordered.model_validate({**values, "at_s": driver.clock.now()}))
+>>>>>>> b084ea7 (An admin may rewind a job by hand)
                 done = driver.state != before
                 return Answer(is_done=done, text=f"{outcome.command} {outcome.target}: {'done' if done else 'changes nothing now'}")
 

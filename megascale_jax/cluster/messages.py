@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from megascale_jax.cluster.diagnose.request import PairTask
 from megascale_jax.cluster.reports import ProcessReport
+from megascale_jax.config.schema import NonNegative, Positive
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
 Name = Annotated[str, Field(pattern=_NAME)]
@@ -63,9 +64,12 @@ class Command(Message):
     """What an operator asks for; see `link/operators.py` for who may."""
 
     kind: Literal["command"] = "command"
-    action: Literal["status", "stop", "restart", "evict", "confirm", "cordon", "uncordon"]
+    action: Literal["status", "stop", "restart", "rewind", "evict", "confirm", "cordon", "uncordon"]
     node: Name | None = None
     number: int | None = Field(default=None, description="of the eviction that is confirmed")
+    rewind: tuple[NonNegative, NonNegative, Positive] | None = Field(
+        default=None, description="step, first and end of the samples to skip, as train.rewinds"
+    )
 
 
 FromNode = Annotated[Hello | Beat | Diagnosis | Command, Field(discriminator="kind")]

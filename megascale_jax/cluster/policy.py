@@ -258,10 +258,11 @@ def _ordered(state: State, event: Ordered, config: ClusterConfig) -> State:
         if state.phase in ACTIVE:
             return to_phase(state.model_copy(update={"idle": frozenset()}), Phase.STOPPING, event.at_s)
         return state if state.phase == Phase.STOPPING else to_phase(state, Phase.STOPPED, event.at_s, outcome=f"stopped by {event.by}")
-    if event.action == "restart":
-        if state.phase not in ACTIVE:
+    if event.action in ("restart", "rewind"):
+        if state.phase not in ACTIVE or (event.action == "rewind") != (event.rewind is not None):
             return state
-        return suspended(state, event.at_s, (Suspicion(rule=OPERATOR, detail=f"restart by {event.by}"),), event.step)
+        suspicion = Suspicion(rule=OPERATOR, detail=f"{event.action} by {event.by}", rewind=event.rewind)
+        return suspended(state, event.at_s, (suspicion,), event.step)
     node = state.nodes.get(event.node or "")
     if node is None or event.node is None:
         return state

@@ -196,10 +196,11 @@ class Ordered(_Event):
     """An operator's command, after all checks of who may give it."""
 
     kind: Literal["ordered"] = "ordered"
-    action: Literal["stop", "restart", "evict", "cordon", "uncordon"]
+    action: Literal["stop", "restart", "rewind", "evict", "cordon", "uncordon"]
     node: str | None = None
     by: str
     step: int = 0
+    rewind: Rewind | None = None
 
 
 Event = Annotated[Joined | Lost | Anomaly | Idle | Diagnosed | Advanced | Ended | Elapsed | Ordered, Field(discriminator="kind")]

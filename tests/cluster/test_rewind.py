@@ -1,8 +1,14 @@
 """Loss spikes and rewinds on virtual time: what is acted on, how often, and that a journal replays to the same."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from megascale_jax.cluster.driver_process import Control
 from megascale_jax.cluster.lifecycle import Phase
+from megascale_jax.cluster.link import operators
+from megascale_jax.cluster.link.tokens import Role
+from megascale_jax.cluster.messages import Command
 from megascale_jax.cluster.policy import apply, desired
 from megascale_jax.cluster.state import Anomaly, Ordered, Suspicion
 from megascale_jax.config.cluster import RulesConfig
@@ -73,3 +79,24 @@ def test_what_was_reached_before_a_rewind_does_not_count_after_it(world) -> None
     world.crash("node-1")
     world.until_step(22)
     assert world.driver.state.fruitless == 0
+
+
+def test_an_admin_may_rewind_by_hand_and_the_audit_log_has_it(world) -> None:
+    log, answers = [], []
+    control = Control(SimpleNamespace(append=lambda *entry: log.append(entry)), operators.Rule())
+    control.driver = world.driver
+
+    def order(role: Role, rewind: tuple[int, int, int] | None) -> None:
+        control.received(SimpleNamespace(name="ada", role=role, send=answers.append), Command(action="rewind", rewind=rewind))
+
+    order(Role.OPERATE, (15, 200, 240))
+    order(Role.ADMIN, None)
+    order(Role.ADMIN, (15, 240, 240))
+    assert [answer.is_done for answer in answers] == [False] * 3 and world.driver.state.phase == Phase.RUNNING
+    order(Role.ADMIN, (15, 200, 240))
+    assert answers[-1].is_done and log[-1][3]["rewind"] == [15, 200, 240]
+    assert desired(world.driver.state, "node-0", ACT).stop_grace_s == ACT.save_s, "as for every order, processes end in good order"
+    world.until_running()
+    assert world.driver.state.rewinds == ((15, 200, 240),) and world.rewinds == [(15, 200, 240)]
+    assert world.driver.state.incidents[-1].resumed_step in (15, 16)
+    assert replayed(world) == world.driver.state

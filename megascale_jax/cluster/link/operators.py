@@ -23,6 +23,7 @@ class Command(StrEnum):
     EVICT = "evict"
     STOP = "stop"
     RESTART = "restart"
+    REWIND = "rewind"
     CONFIRM = "confirm"
 
 
@@ -36,6 +37,7 @@ REQUIRED: Mapping[Command, Role] = MappingProxyType(
         Command.EVICT: Role.ADMIN,
         Command.STOP: Role.ADMIN,
         Command.RESTART: Role.ADMIN,
+        Command.REWIND: Role.ADMIN,
         Command.CONFIRM: Role.ADMIN,
     }
 )
