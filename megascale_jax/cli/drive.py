@@ -27,13 +27,18 @@ class BackendName(StrEnum):
 
     LOCAL = "local"
     SLURM = "slurm"
+    KUBERNETES = "kubernetes"
 
 
 def drive(
     experiment: Annotated[str, typer.Argument(help="name of an experiment (`megascale config list`) or a YAML file", show_default=False)],
     overrides: Annotated[list[str] | None, typer.Argument(help="changes, such as cluster.grace_s=30", show_default=False)] = None,
     backend: Annotated[
-        BackendName, typer.Option(help="local: nodes are processes of this machine; slurm: nodes of the allocation that this runs in")
+        BackendName,
+        typer.Option(
+            help="local: nodes are processes of this machine; slurm: nodes of the allocation that this runs in; kubernetes: pods, see "
+            "`megascale launch render`"
+        ),
     ] = BackendName.LOCAL,
     nodes: Annotated[int, typer.Option(min=1, help="nodes that train")] = 1,
     spares: Annotated[int, typer.Option(min=0, help="further nodes that stand by")] = 0,
@@ -43,6 +48,10 @@ def drive(
     advertise: Annotated[
         str | None,
         typer.Option(metavar="HOST:PORT", help="where the nodes reach the driver, if not where it listens: a relay", show_default=False),
+    ] = None,
+    security: Annotated[
+        Path | None,
+        typer.Option(envvar="MEGASCALE_SECURITY", help="made by `megascale certs init`; default: the run's own", show_default=False),
     ] = None,
     json: Annotated[
         Path | None, typer.Option("--json", help="also write the job's end and its incidents to this file", show_default=False)
@@ -80,7 +89,7 @@ def drive(
         if fresh:
             with folder.taken(resolved, fresh=True):
                 pass
-        status = _drive(_Request(resolved, folder, command, nodes, engine, port, relay))
+        status = _drive(_Request(resolved, folder, command, nodes, engine, port, relay, security))
     if status is not None:
         if json is not None:
             write_json(json, status)
@@ -100,6 +109,10 @@ def open_engine(backend: BackendName, nodes: int, spares: int, experiment: "Expe
             from megascale_jax.cluster.backends.slurm import SlurmEngine
 
             return SlurmEngine(nodes, spares, experiment.cluster.slurm, say)
+        case BackendName.KUBERNETES:
+            from megascale_jax.cluster.backends.kubernetes.engine import KubernetesEngine
+
+            return KubernetesEngine(nodes + spares)
 
 
 @dataclass(frozen=True)
@@ -113,6 +126,7 @@ class _Request:
     engine: "Engine"
     port: int
     relay: tuple[str, int] | None
+    security: Path | None
 
 
 def _drive(job: _Request) -> dict[str, Any] | None:
@@ -123,7 +137,7 @@ def _drive(job: _Request) -> dict[str, Any] | None:
     from megascale_jax.cluster.backends.base import Start
     from megascale_jax.cluster.driver import Driver
     from megascale_jax.cluster.driver_process import drive as drive_job
-    from megascale_jax.cluster.job import check_command, job_folder, open_journal, port_of, secure
+    from megascale_jax.cluster.job import check_command, ended_under, job_folder, keep_launch, open_journal, port_of, secure
     from megascale_jax.cluster.journal import JournalClock
     from megascale_jax.cluster.limits import Limits
     from megascale_jax.cluster.link.operators import Rule
@@ -135,13 +149,16 @@ def _drive(job: _Request) -> dict[str, Any] | None:
     experiment, folder, engine = job.experiment, job.folder, job.engine
     place, parallel, config, names = job_folder(folder.path), experiment.parallel, experiment.cluster, engine.names
     shapes = shapes_of(job.nodes, parallel, experiment.train.global_batch_size, shrink=config.shrink)
+    if (ended := ended_under(place, engine.launch, shapes, config)) is not None:
+        return {"phase": ended.phase, "outcome": ended.outcome, "exit_code": ended.exit_code}
     with open_journal(place, shapes, config) as journal:
         events = list(journal.events())
         if folder.finished(experiment) and not events:
             say(f"{folder.path} has all its steps; extend it with train.steps=N, or start anew with --fresh")
             return None
         check_command(journal, job.command)
-        security = secure(place, names, (engine.host,))
+        keep_launch(journal, engine.launch)
+        security = job.security or secure(place, names, (engine.host,))
         listen = (engine.host, port_of(journal, engine.host, job.port))
         machines = engine.backend(Start(job.relay or listen, security, place, job.command))
         watcher = Watcher(config, Limits.of(config, journal.fact("limits")))
@@ -151,7 +168,8 @@ def _drive(job: _Request) -> dict[str, Any] | None:
             return Driver(journal, config, shapes, names, experiment.train.steps, machines, watcher, clock, send, say)
 
         rule = Rule() if config.two_persons else Rule(frozenset())
-        return status_of(asyncio.run(drive_job(place, Security.load(security, role="driver"), listen, make, rule, say)))
+        link = Security.load(security, role="driver")
+        return status_of(asyncio.run(drive_job(place, link, listen, make, rule, say, leaves=bool(engine.launch))))
 
 
 def say(text: str) -> None:
@@ -165,6 +183,11 @@ def execute(
     security: Annotated[Path, typer.Option(help="made by `megascale certs init`; the token is FOLDER/tokens/NODE", show_default=False)],
     node: Annotated[str, typer.Option(help="name of this node in the job", show_default=False)],
     folder: Annotated[Path, typer.Option(help="of this node, on a local disk: logs, marks", show_default=False)],
+    token: Annotated[Path | None, typer.Option(help="this node's token, where it is not in that folder", show_default=False)] = None,
+    address: Annotated[
+        str | None, typer.Option(help="where other nodes reach this one; default: as the driver does", show_default=False)
+    ] = None,
+    machine: Annotated[str, typer.Option(help="what the node runs on: back from elsewhere after an eviction, it is a new node")] = "",
 ) -> None:
     """Be the executor of this node: start, watch and stop its training process as a driver wants it.
 
@@ -173,13 +196,22 @@ def execute(
     """
     from megascale_jax.cluster.executor_process import main
 
-    main(["--driver", driver, "--security", str(security), "--node", node, "--folder", str(folder), "--", *command])
+    options = ["--driver", driver, "--security", str(security), "--node", node, "--folder", str(folder), "--machine", machine]
+    options += ["--token", str(token)] if token is not None else []
+    options += ["--address", address] if address is not None else []
+    main([*options, "--", *command])
 
 
 def _end(status: dict[str, Any]) -> None:
     """The last words, and the exit code."""
     if status["phase"] not in ENDS:
-        say("this driver left before every process had saved; they go on saving, and the same command finishes the stop")
+        stopping = status["phase"] == Phase.STOPPING
+        rest = (
+            "its processes go on saving, and the same command finishes the stop"
+            if stopping
+            else "the job goes on, and the next driver adopts it"
+        )
+        say(f"this driver leaves: {rest}")
         raise typer.Exit(1)
     if status["phase"] == Phase.FAILED:
         Console(stderr=True, soft_wrap=True).print(Text.assemble(("failed: ", "bold red"), status["outcome"]))

@@ -22,11 +22,12 @@ from megascale_jax.cli import (
     huggingface,
     job,
     keep,
+    launch,
     sample,
     schedule,
     train,
 )
-from megascale_jax.errors import CheckpointError, CompileError, CorruptStateError, LinkError, StorageError, UsageError
+from megascale_jax.errors import BackendError, CheckpointError, CompileError, CorruptStateError, LinkError, StorageError, UsageError
 
 app = typer.Typer(
     name="megascale",
@@ -46,6 +47,7 @@ app.command("train")(train.train)
 app.command("drive")(drive.drive)
 app.command("execute")(drive.execute)
 app.add_typer(job.app, name="job")
+app.add_typer(launch.app, name="launch")
 app.command("drill")(drill.drill)
 app.command("sample")(sample.sample)
 app.command("compare")(compare.compare)
@@ -70,7 +72,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", module="orbax")
     try:
         app()
-    except (UsageError, CheckpointError, StorageError, LinkError) as error:
+    except (UsageError, CheckpointError, StorageError, LinkError, BackendError) as error:
         Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), str(error)))
         sys.exit(2)
     except CompileError as error:

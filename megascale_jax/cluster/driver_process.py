@@ -122,14 +122,10 @@ class Control:
                         is_done=False, text="expected a step and a range of samples, such as --to-step 100 --skip-samples 3200:3840"
                     )
                 before = driver.state
-<<<<<<< HEAD
                 try:
-                    driver.record(Ordered.model_validate(values))
+                    driver.record(Ordered.model_validate({**values, "at_s": driver.clock.now()}))
                 except JournalError as error:
                     return Answer(is_done=False, text=str(error))
-=======
-                driver.record(Ordered.model_validate({**values, "at_s": driver.clock.now()}))
->>>>>>> b084ea7 (An admin may rewind a job by hand)
                 done = driver.state != before
                 return Answer(is_done=done, text=f"{outcome.command} {outcome.target}: {'done' if done else 'changes nothing now'}")
 
@@ -146,10 +142,13 @@ async def drive(
     make_driver: Callable[[Callable[[str, Desired], None]], Driver],
     rule: operators.Rule,
     say: Callable[[str], None],
+    *,
+    leaves: bool = False,
 ) -> Driver:
     """Drive the job to its end; SIGTERM and Ctrl-C stop it with a save, after a second one the driver leaves at once.
 
-    The caller holds the job's folder (`held`). Raises OSError when the address is taken.
+    The caller holds the job's folder (`held`). ``leaves``: SIGTERM says that another driver will follow, so this one leaves and the job
+    goes on. Raises OSError when the address is taken.
     """
     audit = AuditLog(folder / "audit.jsonl")
     control = Control(audit, rule)
@@ -168,7 +167,12 @@ async def drive(
     )
     port = await server.start(*listen)
     replace_file(folder / DRIVER_FILE, json.dumps({"host": listen[0], "port": port, "pid": os.getpid()}).encode())
-    asked = 0
+    asked, is_leaving = 0, False
+
+    def leave() -> None:
+        nonlocal is_leaving
+        is_leaving = True
+        audit.append("signal", "system", "leave", {})
 
     def stop() -> None:
         nonlocal asked
@@ -185,10 +189,10 @@ async def drive(
         audit.append("signal", "system", "stop", {})
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+    loop.add_signal_handler(signal.SIGTERM, leave if leaves else stop)
+    loop.add_signal_handler(signal.SIGINT, stop)
     try:
-        await _tick(driver, lambda: asked > 1, say)
+        await _tick(driver, lambda: asked > 1 or is_leaving, say)
     finally:
         await server.close()
         (folder / DRIVER_FILE).unlink(missing_ok=True)

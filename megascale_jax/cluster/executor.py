@@ -111,6 +111,11 @@ class Executor:
             self._report(always=True)
 
     @property
+    def is_over(self) -> bool:
+        """The driver has said that the job has ended."""
+        return self.desired is not None and self.desired.is_over
+
+    @property
     def _is_let_go(self) -> bool:
         return self.desired is not None and self.desired.leave
 

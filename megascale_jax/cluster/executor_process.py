@@ -2,7 +2,8 @@
 
     python -m megascale_jax.cluster.executor_process --driver HOST:PORT --security FOLDER --node NODE --folder FOLDER -- COMMAND...
 
-COMMAND is the argv of a training process; the overrides of an attempt are added to it.
+COMMAND is the argv of a training process; the overrides of an attempt are added to it. Exit code 0: the job is over; 75: this node leaves
+it (evicted, told by a signal, or without a driver for too long), and whoever runs executors may start another one.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import platform
 import secrets
 import signal
 import stat
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +33,7 @@ from megascale_jax.cluster.link.security import Security
 from megascale_jax.cluster.messages import DiagnosisOrder, Hello, ToNode
 from megascale_jax.cluster.ports import address_towards, free_ports, parse_address
 from megascale_jax.cluster.processes import TrainingProcesses
+from megascale_jax.cluster.warm import COMMAND
 from megascale_jax.errors import UsageError
 from megascale_jax.observe.provenance import library_versions
 
@@ -39,6 +42,7 @@ _PORTS = 16
 """For the coordinators of as many attempts, in turn."""
 _LOCK_S = 5.0
 """Longest wait for an executor of the same folder to be gone."""
+EXIT_LEFT = os.EX_TEMPFAIL
 
 
 def software() -> dict[str, str]:
@@ -56,6 +60,11 @@ def examine(order: DiagnosisOrder, folder: Path) -> list[Mapping[str, object]]:
     return [outcome.model_dump(mode="json") for outcome in run_checks(order.checks, options, limit_s=order.limit_s)]
 
 
+def own_command(command: list[str]) -> list[str]:
+    """``megascale ...`` as the interpreter of this installation runs it, which a process that waits with its imports done can become."""
+    return [sys.executable, *COMMAND, *command[1:]] if command[0] == "megascale" else command
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Start, watch and stop the training process of this node, as a driver wants it.")
@@ -69,6 +78,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         type=lambda text: Path(os.path.expandvars(text)),
         help="of this node, on a local disk: logs, marks; may have variables of this node; default: below SLURM_TMPDIR, TMPDIR or /tmp",
     )
+    parser.add_argument("--token", type=Path, metavar="FILE", help="this node's token, where it is not in the folder of the certificates")
+    parser.add_argument("--address", help="where other nodes reach this one; default: the address from which it reaches the driver")
+    parser.add_argument("--machine", default="", help="what the node runs on: evicted, and back on another machine, it is a new node")
     parser.add_argument("command", nargs="+", help="argv of a training process, after --")
     return parser.parse_args(arguments)
 
@@ -89,11 +101,14 @@ def scratch_folder(environment: Mapping[str, str], node: str) -> Path:
     return folder
 
 
-async def execute(options: argparse.Namespace) -> None:
-    """Be the executor of this node until the driver lets it go or a signal ends it. Raises UsageError for a bad request."""
+async def execute(options: argparse.Namespace) -> bool:
+    """Be the executor of this node until the driver lets it go or a signal ends it; whether the job is over.
+
+    Raises UsageError for a bad request.
+    """
     driver = parse_address(options.driver, "--driver")
-    security = Security.load(options.security, role="client", token=token_file(options.security, options.node))
-    address = address_towards(driver)
+    security = Security.load(options.security, role="client", token=options.token or token_file(options.security, options.node))
+    address = options.address or address_towards(driver)
     hello = Hello(
         node=options.node,
         incarnation=secrets.token_hex(8),
@@ -101,6 +116,7 @@ async def execute(options: argparse.Namespace) -> None:
         ports=free_ports(address, _PORTS),
         software=software(),
         switch=switch_of(os.environ),
+        machine=options.machine,
     )
     environment = {"MEGASCALE_KEEPER": str(options.folder / "keeper"), "MEGASCALE_LAUNCHER": "megascale drive"}
     link = LinkClient(
@@ -113,7 +129,7 @@ async def execute(options: argparse.Namespace) -> None:
     )
     executor = Executor(
         hello,
-        options.command,
+        own_command(options.command),
         dict(os.environ) | environment,
         TrainingProcesses(),
         link,
@@ -131,6 +147,7 @@ async def execute(options: argparse.Namespace) -> None:
     finally:
         link.close()
         talking.cancel()
+    return executor.is_over
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -146,7 +163,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise UsageError(f"another executor has {options.folder}; a node has one") from error
     record_executor(options.folder)
     _logger.info("executor of %s, process %d on %s; logs: %s", options.node, os.getpid(), platform.node(), options.folder)
-    asyncio.run(execute(options))
+    sys.exit(0 if asyncio.run(execute(options)) else EXIT_LEFT)
 
 
 if __name__ == "__main__":

@@ -12,16 +12,19 @@ from megascale_jax.cluster.link.security import Security, make_token
 from megascale_jax.cluster.link.tokens import Role
 from megascale_jax.cluster.policy import apply, first_state
 from megascale_jax.cluster.ports import free_ports
-from megascale_jax.cluster.state import Shape
+from megascale_jax.cluster.state import Shape, State
 from megascale_jax.config.cluster import JOB_FOLDER, ClusterConfig
 from megascale_jax.errors import RunFolderError
 
 JOURNAL_FILE = "journal.sqlite"
 SECURITY_FOLDER = "security"
+SECURITY_VARIABLE = "MEGASCALE_SECURITY"
+"""Environment variable with the folder of the certificates where it is not below the job's."""
 TOKEN_DAYS = 365.0
 _PORT = "port"
 _HOST = "host"
 _COMMAND = "command"
+_LAUNCH = "launch"
 
 
 def job_folder(run: Path) -> Path:
@@ -45,6 +48,30 @@ def open_journal(folder: Path, shapes: tuple[Shape, ...], config: ClusterConfig)
         path.rename(folder / f"journal-{number}.sqlite")
         journal = Journal(path)
     return journal
+
+
+def ended_under(folder: Path, launch: str, shapes: tuple[Shape, ...], config: ClusterConfig) -> State | None:
+    """The job if it has ended under this very launch: whatever starts its driver again must not begin it anew.
+
+    ``launch`` empty: nothing starts it again. Raises RunFolderError for a journal that cannot be read.
+    """
+    if not launch or not (folder / JOURNAL_FILE).is_file():
+        return None
+    journal = Journal(folder / JOURNAL_FILE)
+    try:
+        if journal.fact(_LAUNCH) != launch:
+            return None
+        state = first_state(shapes)
+        for event in journal.events():
+            state = apply(state, event, config)
+        return state if state.phase in ENDS else None
+    finally:
+        journal.close()
+
+
+def keep_launch(journal: Journal, launch: str) -> None:
+    """Note under which launch the job goes on."""
+    journal.keep(_LAUNCH, launch)
 
 
 def check_command(journal: Journal, command: Sequence[str]) -> None:

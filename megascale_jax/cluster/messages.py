@@ -105,6 +105,7 @@ class Desired(Message):
     diagnosis: DiagnosisOrder | None = None
     warm: bool = Field(default=False, description="keep a process with its imports done for the next attempt")
     leave: bool = Field(default=False, description="the run is over for this node")
+    is_over: bool = Field(default=False, description="the run is over for all; a node that leaves otherwise may be replaced")
 
 
 class Answer(Message):

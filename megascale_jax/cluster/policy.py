@@ -118,8 +118,10 @@ def desired(state: State, name: str, config: ClusterConfig) -> Desired:
             coordinator=f"{first.address}:{first.ports[state.attempt % len(first.ports)]}",
             overrides=(*state.shapes[state.shape].overrides, *_rewinds(state)),
         )
-    leaves = state.phase in ENDS or node.status == NodeStatus.EVICTED
-    return Desired(beat_s=config.beat_s, assignment=assignment, stop_grace_s=grace_s, warm=config.warm and not leaves, leave=leaves)
+    is_over = state.phase in ENDS
+    leaves = is_over or node.status == NodeStatus.EVICTED
+    warm = config.warm and not leaves
+    return Desired(beat_s=config.beat_s, assignment=assignment, stop_grace_s=grace_s, warm=warm, leave=leaves, is_over=is_over)
 
 
 def _rewinds(state: State) -> tuple[str, ...]:

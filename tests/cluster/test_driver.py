@@ -250,7 +250,6 @@ def test_the_last_words_of_a_dead_executor_do_not_bring_it_back(world) -> None:
     assert world.driver.state.nodes["node-1"].lost_at_s is not None
 
 
-<<<<<<< HEAD
 def test_without_a_journal_nothing_is_decided_and_afterwards_all_goes_on(tmp_path, monkeypatch) -> None:
     world, appended = World(tmp_path, CONFIG), Journal.append
 
@@ -270,10 +269,10 @@ def test_without_a_journal_nothing_is_decided_and_afterwards_all_goes_on(tmp_pat
     world.until_step(20)
     assert [incident.named for incident in world.driver.state.incidents] == [("node-1",)]
     assert [line for line in world.lines if line.startswith("alarm")] == ["alarm: the disk is full"] * 2
-=======
+
+
 def test_neighbours_of_a_diagnosis_are_known_by_what_nodes_say_of_their_switch(world) -> None:
     node = world.driver.state.nodes["node-1"]
     values = {"node": "node-1", "incarnation": node.incarnation, "address": node.address, "ports": node.ports, "software": {"jax": "1"}}
     world.driver.heard("node-1", Hello(**values, switch="leaf-2"))
     assert (world.driver._in_pairs("node-1").switch, world.driver._in_pairs("node-0").switch) == ("leaf-2", None)
->>>>>>> 6e8852d (Neighbours by what nodes say of their switch: a test; what Slurm was not tried with)

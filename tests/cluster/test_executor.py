@@ -174,3 +174,25 @@ def test_a_waiting_process_becomes_the_next_attempt(tmp_path) -> None:
     assert (report.pid, report.exit_code) == (waiting.pid, 2)
     assert "nonsense" in (tmp_path / "attempt-0001" / "rank-0.log").read_text()
     processes.stop(0.0)
+
+
+def test_only_the_end_of_the_run_is_an_end_for_whoever_runs_executors(tmp_path) -> None:
+    """An eviction, a signal and an absent driver leave something to replace: exit code 75 of the process, not 0."""
+
+    async def evicted(node: Node) -> None:
+        node.want(leave=True)
+
+    async def over(node: Node) -> None:
+        node.want(leave=True, is_over=True)
+        await node.until(lambda: node.executor.leaving)
+
+    assert not play(tmp_path, evicted).executor.is_over
+    node = Node(tmp_path)
+
+    async def end() -> None:
+        running = asyncio.create_task(node.executor.run())
+        await over(node)
+        await asyncio.wait_for(running, LIMIT_S)
+
+    asyncio.run(end())
+    assert node.executor.is_over

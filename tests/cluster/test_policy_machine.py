@@ -104,6 +104,7 @@ class Cluster(RuleBasedStateMachine):
         else:
             assert not trained
         for name, order in orders.items():
+            assert order.is_over == (self.state.phase in ENDS)
             assert order.leave == (self.state.phase in ENDS or self.state.nodes[name].status == NodeStatus.EVICTED)
 
     @invariant()

@@ -60,6 +60,14 @@ class Engine(Protocol):
         ...
 
     @property
+    def launch(self) -> str:
+        """Identity of what started this driver, if that starts another one whenever one ends without success; else empty.
+
+        Such a driver leaves at SIGTERM and lets the job go on.
+        """
+        ...
+
+    @property
     def host(self) -> str:
         """Address of this machine at which the nodes reach the driver."""
         ...

@@ -27,6 +27,7 @@ class LocalEngine:
     """So many nodes of this machine."""
 
     host = "127.0.0.1"
+    launch = ""
 
     def __init__(self, number: int):
         self.names = tuple(f"node-{index}" for index in range(number))

@@ -34,6 +34,8 @@ _TAIL_BYTES = 4096
 class SlurmEngine:
     """The nodes of the allocation that this process runs in: those that train, then the spares. Raises UsageError when it has too few."""
 
+    launch = ""
+
     def __init__(
         self,
         nodes: int,
