@@ -126,7 +126,7 @@ class CheckpointStore:
     def save(self, step: int, state: Named, description: Mapping[str, Any]) -> None:
         """Stage 1 of a checkpoint; stage 2 goes on by itself. Never raises for memory, disk or keeper."""
         began, self._newest_step, self._waiting_since = time.monotonic(), step, None
-        said = {**description, REWINDS: self._rewinds}
+        said = {**description, REWINDS: self._rewinds} if self._rewinds else description
         index = SlotIndex(step, self._launch, jax.process_index(), self._grid.stored, self._layout.blocks, self._fingerprint, said)
         try:
             self._with_keeper(lambda: self._memory.fill(state, index, self._target))
