@@ -255,8 +255,11 @@ def run(drill: Drill, kind: Callable[[Drill], int | None]) -> dict[str, Any]:
         found = drill.cluster.newest()
         published = published_steps(drill.storage)
         drill.seen |= set(published)
+        behind = [name for name in drill.storage.folders() if name.isdecimal() and int(name) not in published]
+        left = [name for name in behind if published and int(name) < published[-1] and int(name) not in drill.hurt] if must_be else []
         lost = [step for step in sorted(drill.seen)[-KEEP:] if step not in published and step not in drill.hurt]
-        outcome |= {"found": found, "expected": expected, "lost": lost, "lost_good": len(lost), "recovered": found == expected and not lost}
+        outcome |= {"found": found, "expected": expected, "lost": lost, "lost_good": len(lost), "left": left}
+        outcome["recovered"] = found == expected and not lost and not left
     except (TimeoutError, ConnectionError) as error:
         outcome |= {"hung": "limit" in str(error) or "did not end" in str(error), "problem": str(error)}
     except (OSError, AssertionError) as error:

@@ -11,10 +11,11 @@ in which slots were filled.
 """
 
 import contextlib
+import logging
 import os
 import queue
 import threading
-import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -24,12 +25,17 @@ from megascale_jax.checkpoint.manifest import Manifest
 from megascale_jax.checkpoint.peers import send_copy
 from megascale_jax.checkpoint.publications import Publications
 from megascale_jax.checkpoint.slot import checksums
-from megascale_jax.checkpoint.stage_two import discard, is_published, tidy, write_part
+from megascale_jax.checkpoint.stage_two import discard, is_published, tell_failure, tidy, write_part
 from megascale_jax.checkpoint.upload import upload_waiting
 
 COPYING, WRITING, PUBLICATION, UPLOAD = "copying", "writing", "publication", "upload"
 _READERS = (COPYING, WRITING)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
+_TELL_AGAIN_S = 1.0
+_GIVEN_UP = 8
+"""Newest steps that were given up, in which parts may still arrive."""
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -45,6 +51,10 @@ class Carriers:
 
     def __post_init__(self) -> None:
         self._launch = ""
+        self._given_up: deque[tuple[int, str]] = deque(maxlen=_GIVEN_UP)
+        self._untold: list[tuple[Job, str]] = []
+        """Parts that failed, and rank 0 does not know."""
+        self._pending = Publications()
         self._lines: dict[str, queue.SimpleQueue[Job]] = {what: queue.SimpleQueue() for what in (COPYING, WRITING, PUBLICATION, UPLOAD)}
 
     def start(self) -> None:
@@ -60,7 +70,11 @@ class Carriers:
         """
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        work()
+        while True:
+            try:
+                work()
+            except Exception:  # a rank would wait for ever for a thread that has ended
+                _logger.exception("a thread of the keeper begins anew")
 
     def take(self, job: Job) -> None:
         """A slot is complete: carry it on."""
@@ -99,9 +113,9 @@ class Carriers:
         try:
             yield
         except Exception as error:
-            traceback.print_exc()
             with self.changed:
                 job.rank.failures.append({"step": job.index.step, "what": what, "error": str(error), "is_loss": is_loss})
+            _logger.exception("step %d is %s", job.index.step, what)  # never raises, also where the log's disk is full
 
     def _copy(self) -> None:
         while True:
@@ -120,20 +134,29 @@ class Carriers:
 
     def _write(self) -> None:
         while True:
-            job = self._lines[WRITING].get()
+            try:
+                job = self._lines[WRITING].get(timeout=_TELL_AGAIN_S if self._untold else None)
+            except queue.Empty:
+                self._untold = [one for one in self._untold if one[0].index.launch == self._launch and not _tell(*one)]
+                continue
             assert job.target is not None, "only what goes to storage is written"
             with self._ended(WRITING, job), self._reported(job, "not written"):
-                write_part(job.target.storage(), job.target, job.held.slot, job.index)
+                try:
+                    write_part(job.target.storage(), job.target, job.held.slot, job.index)
+                except Exception as error:  # whatever it was: rank 0 must not wait for this part
+                    if not _tell(job, str(error)):
+                        self._untold.append((job, str(error)))
+                    raise
 
     def _publish(self) -> None:
-        pending, pause = Publications(), _FIRST_PAUSE_S
+        pause = _FIRST_PAUSE_S
         while True:
             try:
-                pending.add(self._lines[PUBLICATION].get(timeout=pause if pending else None))
+                self._pending.add(self._lines[PUBLICATION].get(timeout=pause if self._pending else None))
                 pause = _FIRST_PAUSE_S
             except queue.Empty:
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
-            for job, outcome in pending.settle(lambda: self._launch):
+            for job, outcome in self._pending.settle(lambda: self._launch):
                 with self._ended(PUBLICATION, job), self._reported(job, "not published"):
                     self._conclude(job, outcome)
 
@@ -142,10 +165,14 @@ class Carriers:
         target, index = job.target, job.index
         assert target is not None, "only what goes to storage is published"
         storage = target.storage()
+        for step, launch in self._given_up:  # hosts write in order: a part that came after its step was given up is there by now
+            discard(storage, step, launch, "a part came late")
         if isinstance(outcome, Exception):
             if isinstance(outcome, OSError) and not is_published(storage, index):
-                discard(storage, index, str(outcome))
+                discard(storage, index.step, index.launch, str(outcome))
+                self._given_up.append((index.step, index.launch))
             raise outcome
+        self._given_up.clear()
         with self.changed:
             newest = self.durable
             if newest is None or newest["launch"] != outcome.launch or newest["step"] < outcome.step:
@@ -167,3 +194,8 @@ class Carriers:
                     upload_waiting(storage, target.upload)
                 finally:
                     tidy(storage, target, manifest)
+
+
+def _tell(job: Job, error: str) -> bool:
+    assert job.target is not None, "only what goes to storage is written"
+    return tell_failure(job.target.storage(), job.index, error)

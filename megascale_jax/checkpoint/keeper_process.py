@@ -15,6 +15,7 @@ from filelock import Timeout
 
 from megascale_jax.checkpoint.keeper import IDLE_S, Keeper
 from megascale_jax.errors import UsageError
+from megascale_jax.observe.output import outlive_full_disks
 
 
 def lowest_priority() -> None:
@@ -46,6 +47,7 @@ def serve(folder: Path, idle_s: float) -> None:
 
 def main() -> None:
     """Entry point of the process that a rank starts."""
+    outlive_full_disks()
     parser = argparse.ArgumentParser(description="Hold the newest states of a run's local ranks, and carry them to storage.")
     parser.add_argument("folder", type=Path, help="folder of the keeper's lock and log; its name is also that of the socket")
     parser.add_argument("--idle-s", type=float, default=IDLE_S, help="seconds without a rank after which it ends")

@@ -50,7 +50,7 @@ class Target:
 def write_part(storage: Storage, target: Target, slot: Slot, index: SlotIndex) -> Part:
     """Write what a rank owns of a step, then its report; a part that a keeper which died had finished stays as it is.
 
-    Raises OSError; the failure is reported to rank 0 first, if that can be done.
+    Raises OSError, with nothing left of the part: the caller is to `tell_failure`.
     """
     data = f"{index.step}/{index.launch}"
     folder = rank_folder(data, index.rank)
@@ -62,10 +62,19 @@ def write_part(storage: Storage, target: Target, slot: Slot, index: SlotIndex) -
         part = Part(index.rank, number, size)
         storage.write(_report(data, index.rank), part.to_bytes())
         return part
-    except Exception as error:  # whatever it was: rank 0 must not wait for this part
-        with suppress(OSError):  # rank 0 then runs into its limit
-            storage.write(_report(data, index.rank), Part(index.rank, error=str(error)).to_bytes())
+    except Exception:  # on a full disk what there is of it would be in the way, also of the word that it failed
+        with suppress(OSError):
+            storage.delete_folder(folder)
         raise
+
+
+def tell_failure(storage: Storage, index: SlotIndex, error: str) -> bool:
+    """Report to rank 0 that a part will not come; whether that could be done, else try again: rank 0 waits for it."""
+    try:
+        storage.write(_report(f"{index.step}/{index.launch}", index.rank), Part(index.rank, error=error).to_bytes())
+    except OSError:
+        return False
+    return True
 
 
 def _finished(storage: Storage, index: SlotIndex) -> Part | None:
@@ -160,25 +169,36 @@ class Publication:
         return manifest
 
 
-def discard(storage: Storage, index: SlotIndex, reason: str) -> None:
-    """Remove what was written of a step that will not be published: on a full disk it would be in the way. Never raises."""
-    data = f"{index.step}/{index.launch}"
+def discard(storage: Storage, step: int, launch: str, reason: str) -> None:
+    """Remove what a launch has written of a step that will not be published: on a full disk it would be in the way. Never raises."""
+    data = f"{step}/{launch}"
+    with suppress(OSError):
+        if not _has_written(storage, str(step), launch):
+            return
     for folder in (data, f"{data}.parts"):
         with suppress(OSError):
             storage.delete_folder(folder)
-    storage.prune(str(index.step))
+    storage.prune(str(step))
     with suppress(OSError):
         storage.append(DELETIONS, record(Deletion(data, f"not published: {reason}"), by="publication"))
+
+
+def _has_written(storage: Storage, folder: str, launch: str) -> bool:
+    return any(storage.names(f"{folder}/{name}/") for name in (launch, f"{launch}.parts"))
 
 
 def tidy(storage: Storage, target: Target, manifest: Manifest) -> None:
     """Once published: remove the reports, what earlier starts left of the same step, and what retention lets go. Raises OSError.
 
+    Hosts write in order, so older steps of this launch that are not published will not be: parts that came late are removed.
     Comes late after an upload: a later start may have published the same step meanwhile, and then its data is not ours to remove.
     """
     storage.delete_folder(f"{manifest.data}.parts")
     if read_manifest(storage, manifest.step).launch != manifest.launch:
         return
+    for folder in storage.folders():
+        if folder.isdecimal() and int(folder) < manifest.step and not storage.has(f"{folder}/{MANIFEST}"):
+            discard(storage, int(folder), manifest.launch, f"step {manifest.step} was published meanwhile")
     inside = {key.split("/")[1] for key in storage.names(f"{manifest.step}/") if key.count("/") > 1}
     for name in inside - {manifest.launch}:
         delete(storage, Deletion(f"{manifest.step}/{name}", "left by an earlier start of the run"), by=f"publication of {manifest.data}")

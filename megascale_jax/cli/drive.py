@@ -15,6 +15,7 @@ from rich.text import Text
 from megascale_jax.cluster.lifecycle import ENDS, Phase
 from megascale_jax.config.load import load_experiment
 from megascale_jax.errors import ConfigError
+from megascale_jax.observe.output import outlive_full_disks
 
 if TYPE_CHECKING:
     from megascale_jax.cluster.backends.base import Engine
@@ -75,6 +76,7 @@ def drive(
     from megascale_jax.observe.report import check_json_path, write_json
     from megascale_jax.train.folder import RunFolder
 
+    outlive_full_disks()
     check_json_path(json)
     resolved = load_experiment(experiment, overrides or [])
     mesh = MeshShape.of(resolved.parallel).size

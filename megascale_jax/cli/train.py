@@ -12,6 +12,7 @@ from rich.text import Text
 
 from megascale_jax.config.load import load_experiment
 from megascale_jax.observe.marks import Marks
+from megascale_jax.observe.output import outlive_full_disks
 from megascale_jax.observe.progress import format_duration, format_rate
 from megascale_jax.observe.report import check_json_path, write_json
 from megascale_jax.observe.summary import RunSummary
@@ -37,6 +38,7 @@ def train(
 
     A run folder with checkpoints is resumed. Ctrl-C or SIGTERM finishes the step, saves, and prints how to go on.
     """
+    outlive_full_disks()
     check_json_path(json)
     resolved = load_experiment(experiment, overrides or [])
     # JAX is imported from here on, after everything that can be refused without it.

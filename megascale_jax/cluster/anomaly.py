@@ -23,6 +23,10 @@ _STEADY_STEPS = 20
 """Steps of a process before its step time is compared."""
 _ORDER = ("start", "preparation", "join", "restore", "evaluate", "checkpoint", "data", "compile", "step", "end")
 """Sections as a process meets them with one count of steps: evaluation and save belong to the step before."""
+_SILENT_S = 5.0
+"""Without a pulse for so long, a process that holds the others up is the one to blame."""
+_DEAF = ("start", "compile")
+"""Sections in which a library may hold the interpreter, and so the pulse, for long."""
 _FRESH_BEATS = 3.0
 """Beats after which what a node said last is no word on where its process is now."""
 _DRIFTS = 10
@@ -102,13 +106,16 @@ class Watcher:
                 yield Suspicion(rule="exit", node=name, detail=f"has no process of attempt {attempt}; see executor.log there")
 
     def _halted(self, now_s: float, placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion]:
-        """Processes that a signal or a debugger has stopped; no section allows for that, not even a compilation."""
+        """Processes that a signal or a debugger has stopped, which no section allows for, or that are frozen."""
         stopped = {(view.name, process.pid): process.rank for view, process in placed if process.state == "stopped"}
         self._since = {key: self._since.get(key, now_s) for key in stopped}
         limit_s = self.limits.limit_s("step", {"step": _STEADY_STEPS})
         for key, rank in stopped.items():
             if now_s > self._since[key] + limit_s:
                 yield Suspicion(rule="halted", node=key[0], rank=rank, detail=f"stopped by a signal for {now_s - self._since[key]:.1f} s")
+        for view, process in placed:
+            if process.state == "running" and process.section not in _DEAF and (silent_s := process.silent_s or 0.0) > limit_s:
+                yield Suspicion(rule="halted", node=view.name, rank=process.rank, detail=f"no thread of it has run for {silent_s:.1f} s")
 
     def _stuck(self, placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion]:
         running = [(view, process) for view, process in placed if process.state in ("running", "stopped")]
@@ -123,12 +130,12 @@ class Watcher:
         ]
         if not late:
             return
-        halted = [(view, process) for view, process in running if process.state == "stopped"]
+        halted = [(view, process) for view, process in running if process.state == "stopped" or (process.silent_s or 0.0) > _SILENT_S]
         culprits = halted or (last if len(last) < len(running) else [])
         _, process, in_section_s, limit_s = late[0]
         detail = f"{in_section_s:.1f} s in {process.section} of step {_next_step(process)}, limit {limit_s:.1f} s"
         for culprit, its in culprits:
-            why = "is stopped by a signal" if its.state == "stopped" else "is behind the others"
+            why = "is stopped by a signal" if its.state == "stopped" else "is frozen" if halted else "is behind the others"
             yield Suspicion(rule="no_progress", node=culprit.name, rank=its.rank, detail=f"{why}: {detail}")
         if not culprits:
             yield Suspicion(rule="no_progress", detail=f"all ranks wait: {detail}")

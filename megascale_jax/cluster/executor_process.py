@@ -35,6 +35,7 @@ from megascale_jax.cluster.ports import address_towards, free_ports, parse_addre
 from megascale_jax.cluster.processes import TrainingProcesses
 from megascale_jax.cluster.warm import COMMAND
 from megascale_jax.errors import UsageError
+from megascale_jax.observe.output import outlive_full_disks
 from megascale_jax.observe.provenance import library_versions
 
 _logger = logging.getLogger(__name__)
@@ -152,6 +153,7 @@ async def execute(options: argparse.Namespace) -> bool:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the process."""
+    outlive_full_disks()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     options = parse(arguments)
     options.folder = options.folder or scratch_folder(os.environ, options.node)

@@ -209,6 +209,7 @@ class _Child:
                 odd_ranks=marks.odd_ranks if marks else None,
                 is_odd_certain=marks.is_odd_certain if marks else False,
                 spike=marks.spike if marks else None,
+                silent_s=max(0, now_ns - marks.pulse_ns) / 1e9 if marks and marks.pulse_ns else None,
             )
 
     def _look(self) -> State:

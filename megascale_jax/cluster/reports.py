@@ -26,6 +26,7 @@ class ProcessReport(BaseModel):
     ``exit_code``: of a process that ended by itself; ``signal``: number of the one that ended it.
     ``log``: the newest lines since the report before. ``keywords``: names of `cluster/keywords.py` that its log had in this
     attempt, in order of appearance; ``is_secondary``: all of them are consequences of another process's end (``None``: there are none).
+    ``silent_s``: since its pulse was last felt, ``None`` before there was one.
     ``odd_ranks``, ``is_odd_certain``: of `observe/marks.py`, when copies of the state differed; ``spike``: the newest loss spike.
     """
 
@@ -54,3 +55,4 @@ class ProcessReport(BaseModel):
     odd_ranks: tuple[int, ...] | None = None
     is_odd_certain: bool = False
     spike: Spike | None = None
+    silent_s: FiniteFloat | None = None

@@ -1,8 +1,9 @@
 """Where a training process is, readable from outside at any moment: while it runs, hangs, is stopped, or after it was killed. No JAX.
 
 The process writes a small memory-mapped file, named by ``MEGASCALE_MARKS``; a supervisor of the host reads it. Nothing has to run in
-the process for that, no thread and no socket, so a process that waits for ever in a collective is seen as well as any other: the same
-*section* with a growing time. Without the variable every call returns at once.
+the process for that, so one that waits for ever in a collective is seen as well as any other: the same *section* with a growing time.
+A thread puts the time in each second, the *pulse*: one that waits has it, one that is frozen has not, though nothing else tells them
+apart. Without the variable every call returns at once.
 
 A *section* is what the process does now, a *pass* one stay in it. ``compile`` is the first step of a process with its compilation, and
 its first held-out batch likewise. ``data`` is the preparation of data and then each wait for a batch.
@@ -16,6 +17,7 @@ import math
 import mmap
 import os
 import struct
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,7 +55,10 @@ _LOSS = len(_SCALARS)
 _STEP_S = _LOSS + 1
 _PASSES = _STEP_S + 1
 _SLOT_BYTES = _BODY.size + 4
-_FILE_BYTES = _HEADER.size + 2 * _SLOT_BYTES
+_PULSE = struct.Struct("<q")
+_PULSE_AT = _HEADER.size + 2 * _SLOT_BYTES
+_FILE_BYTES = _PULSE_AT + _PULSE.size
+PULSE_S = 1.0
 _INDEX = {name: index for index, name in enumerate(_SCALARS)}
 _SECTION_INDEX = {name: index for index, name in enumerate(SECTIONS)}
 _PID, _STEP, _SECTION, _ENTERED = _INDEX["pid"], _INDEX["step"], _INDEX["section"], _INDEX["entered_ns"]
@@ -66,7 +71,7 @@ _READS = 5
 
 @dataclass(frozen=True)
 class MarksReading:
-    """What a process has written. Seconds; ``entered_ns`` on this host's CLOCK_MONOTONIC.
+    """What a process has written. Seconds; ``entered_ns``, and ``pulse_ns`` of the last pulse, on this host's CLOCK_MONOTONIC.
 
     ``step``: completed steps. ``passes``, ``longest_s``, ``last_s``: completed passes by section, only sections that were completed
     (``longest_s`` without `UNTAUGHT_PASSES`). ``loss``: of the newest step, may be NaN. ``non_finite``: steps that were skipped.
@@ -79,6 +84,7 @@ class MarksReading:
     step: int
     section: str
     entered_ns: int
+    pulse_ns: int | None
     passes: Mapping[str, int]
     longest_s: Mapping[str, float]
     last_s: Mapping[str, float]
@@ -128,7 +134,16 @@ class Marks:
         if not attempt.isdecimal():
             raise UsageError(f"{ATTEMPT}={attempt!r}; expected the number of this start, 0 or more")
         path = environment.get(MARKS)
-        return cls(Path(path) if path else None, rank=rank, attempt=int(attempt))
+        marks = cls(Path(path) if path else None, rank=rank, attempt=int(attempt))
+        if path:
+            threading.Thread(target=marks._pulse, name="pulse", daemon=True).start()
+        return marks
+
+    def _pulse(self) -> None:
+        assert self._map is not None, "only a file has a pulse"
+        while True:
+            self._map[_PULSE_AT:] = _PULSE.pack(self._clock())
+            time.sleep(PULSE_S)
 
     def enter(self, section: str) -> None:
         """The pass of the section so far is complete, and one of ``section`` begins."""
@@ -244,7 +259,8 @@ def read_marks(path: Path) -> MarksReading | None:
             return None
         slots = [_slot(content, _HEADER.size + number * _SLOT_BYTES) for number in (0, 1)]
         if whole := [slot for slot in slots if slot is not None]:
-            return _reading(max(whole, key=lambda values: values[0]))
+            (pulse_ns,) = _PULSE.unpack_from(content, _PULSE_AT)
+            return _reading(max(whole, key=lambda values: values[0]), pulse_ns or None)
     return None
 
 
@@ -256,7 +272,7 @@ def _slot(content: bytes, begin: int) -> tuple[float, ...] | None:
     return values if values[0] > 0 and 0 <= values[_SECTION] < len(SECTIONS) else None
 
 
-def _reading(values: tuple[float, ...]) -> MarksReading:
+def _reading(values: tuple[float, ...], pulse_ns: int | None) -> MarksReading:
     scalars = {name: int(value) for name, value in zip(_SCALARS, values, strict=False)}
     passes = {name: int(values[_PASSES + 3 * index]) for name, index in _SECTION_INDEX.items()}
 
@@ -271,6 +287,7 @@ def _reading(values: tuple[float, ...]) -> MarksReading:
         step=scalars["step"],
         section=SECTIONS[scalars["section"]],
         entered_ns=scalars["entered_ns"],
+        pulse_ns=pulse_ns,
         passes={name: count for name, count in passes.items() if count},
         longest_s=seconds(1, UNTAUGHT_PASSES),
         last_s=seconds(2, {}),

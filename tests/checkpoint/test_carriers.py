@@ -1,6 +1,7 @@
 """The keeper's threads by themselves: what waits for what, and until when a slot is busy."""
 
 import threading
+import time
 
 import pytest
 
@@ -95,3 +96,47 @@ def test_what_fails_is_told_and_leaves_the_slot_free(gates, work):
         for step in (1, 2)
         for one in (("no copy on the next host", "the next host is gone", False), ("not written", "the disk is full", True))
     ]
+
+
+def test_word_that_a_part_will_not_come_is_said_again_until_the_disk_takes_it(gates, work, monkeypatch):
+    (copies, parts), (carriers, jobs) = gates, work
+    monkeypatch.setattr(module, "_TELL_AGAIN_S", 0.02)
+    told, refused = [], [True] * 4
+
+    def tell(storage, index, error):
+        if refused:
+            refused.pop()
+            return False
+        told.append((index.step, error))
+        return True
+
+    monkeypatch.setattr(module, "tell_failure", tell)
+    parts.error = "the disk is full"
+    copies.open.set()
+    parts.open.set()
+    until(carriers, lambda: not carriers.in_hand)
+    assert [one["error"] for one in jobs[0].rank.failures] == ["the disk is full"] * 2
+    limit = time.monotonic() + LIMIT_S
+    while len(told) < 2 and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert sorted(told) == [(1, "the disk is full"), (2, "the disk is full")]
+
+
+def test_a_thread_that_stumbles_goes_on(gates, monkeypatch, request):
+    copies, parts = gates
+    stumbles, appended = [True], module.Carriers._ended
+
+    def ended(self, what, job):
+        if what == "writing" and stumbles:
+            stumbles.pop()
+            raise RuntimeError("not foreseen")
+        return appended(self, what, job)
+
+    monkeypatch.setattr(module.Carriers, "_ended", ended)
+    request.getfixturevalue("work")
+    copies.open.set()
+    parts.open.set()
+    limit = time.monotonic() + LIMIT_S
+    while not parts.steps and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert parts.steps == [2], "the first was lost to it, the next is not"

@@ -137,3 +137,16 @@ def test_run_that_goes_on_from_an_older_step_keeps_what_it_writes(tmp_path):
     assert (tmp_path / "5/now").is_dir() and not (tmp_path / "6").exists()
     apply(storage, Retention(keep=2), by="a test", launch="now")
     assert published_steps(tmp_path) == [12, 16]
+
+
+def test_what_this_start_gave_up_goes_with_the_next_publication(tmp_path):
+    """Parts that came after their step was given up would stay for ever, on a disk that was full once."""
+    here = plan(data=2)
+    for folder in ("3/now/ocdbt.process_2", "3/now.parts", "5/now.parts", "9/now/ocdbt.process_1"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "x").write_bytes(b"x")
+    published(tmp_path, here, 7, launch="now", keep=9)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["7", "9"], "the newer one is still being written"
+    lines = [json.loads(line) for line in (tmp_path / "deletions.jsonl").read_text().splitlines()]
+    assert [line["folder"] for line in lines] == ["3/now", "5/now"]
+    assert all("step 7 was published meanwhile" in line["reason"] for line in lines)

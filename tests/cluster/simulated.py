@@ -272,4 +272,5 @@ class World:
             odd_ranks=sim.odd_ranks,
             is_odd_certain=sim.is_odd_certain,
             spike=sim.spike,
+            silent_s=self.now - sim.entered_s if sim.hangs == "frozen" else 0.5,
         )

@@ -58,7 +58,7 @@ def test_a_node_without_power_is_replaced_by_a_spare(world) -> None:
     assert world.driver.state.seats == ("node-0", "node-4", "node-2", "node-3")
 
 
-@pytest.mark.parametrize("how", ["stopped", "behind"])
+@pytest.mark.parametrize("how", ["stopped", "behind", "frozen"])
 def test_a_hang_is_seen_within_twice_the_limit_and_named(world, how) -> None:
     began, world.sims["node-3"].hangs = world.now, how
     world.run(100, lambda: world.driver.state.phase != Phase.RUNNING)

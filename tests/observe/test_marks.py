@@ -1,16 +1,19 @@
 """Marks read from outside: whole at every moment, also in the middle of a write, of stopped and of killed processes."""
 
 import math
+import os
 import signal
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale_jax.errors import UsageError
-from megascale_jax.observe.marks import ATTEMPT, MARKS, SECTIONS, UNTAUGHT_PASSES, Marks, read_marks
+from megascale_jax.observe.marks import ATTEMPT, MARKS, PULSE_S, SECTIONS, UNTAUGHT_PASSES, Marks, read_marks
 
 LIMIT_S = 30
 OPENED = "import sys, pathlib; from megascale_jax.observe.marks import Marks; marks = Marks(pathlib.Path(sys.argv[1]), rank=3, attempt=7)\n"
@@ -187,6 +190,30 @@ def test_process_is_read_while_it_is_stopped_and_after_it_was_killed(path):
         process.wait()
     assert (stopped.pid, stopped.rank, stopped.attempt, stopped.step, stopped.section) == (process.pid, 3, 7, 5, "step")
     assert read_marks(path) == stopped
+
+
+def test_a_process_that_waits_has_a_pulse_and_a_stopped_one_has_none(tmp_path):
+    path = tmp_path / "rank-0.marks"
+    code = "from megascale_jax.observe.marks import Marks\nimport threading\nMarks.from_environment(0)\nthreading.Event().wait()"
+    with subprocess.Popen([sys.executable, "-c", code], env={**os.environ, MARKS: str(path)}) as process:
+        first = _pulse_after(path, 0)
+        second = _pulse_after(path, first)
+        assert 0 < (second - first) / 1e9 < 30 * PULSE_S and second <= time.monotonic_ns()
+        process.send_signal(signal.SIGSTOP)
+        while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        (last,) = {read_marks(path).pulse_ns for _ in range(3) if time.sleep(0.5 * PULSE_S) is None}
+        assert last is not None
+        process.kill()
+
+
+def _pulse_after(path, before):
+    limit = time.monotonic() + 30.0
+    while time.monotonic() < limit:
+        if (reading := read_marks(path)) is not None and (reading.pulse_ns or 0) > before:
+            return reading.pulse_ns
+        time.sleep(0.01)
+    raise AssertionError("no pulse")
 
 
 def test_readings_are_whole_while_a_process_writes_without_pause(path):
