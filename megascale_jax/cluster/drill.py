@@ -48,6 +48,8 @@ class Record:
     """What the driver said of it without acting."""
     limit_s: float | None = None
     """Limit of a step when it was injected, as learned from the run."""
+    step_s: float | None = None
+    """What a step took then."""
     note: str = ""
 
 
@@ -82,7 +84,7 @@ class Drill:
         seats = [name for name in status["seats"] if status["nodes"][name]["processes"]]
         node = seats[choice % len(seats)]
         record = Record(kind, node if fault.hits_node else None, status["step"], is_interruption=fault.interrupts)
-        record.limit_s = status["step_limit_s"]
+        record.limit_s, record.step_s = status["step_limit_s"], status["nodes"][node]["processes"][0]["step_s"]
         known, began_s, at = status["num_incidents"], status["now_s"], self.clock()
         injury = fault.inject(self.job, status, node)
         try:

@@ -1,6 +1,7 @@
 """A disk of its own for what a drill fills: a tmpfs of a given size, where this user may mount one."""
 
 import ctypes
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _DETACH = 2
+_TRIES = 100
 
 
 def mount_small_disk(folder: Path, num_bytes: int) -> bool:
@@ -27,8 +29,21 @@ def filled(folder: Path, room: int = 0) -> Iterator[None]:
     filler = folder / "filler.bin"
     with filler.open("wb") as stream:
         try:
-            if (size := shutil.disk_usage(folder).free - room) > 0:
-                os.posix_fallocate(stream.fileno(), 0, size)
+            _use_up(stream.fileno(), folder, room)
             yield
         finally:
             filler.unlink()
+
+
+def _use_up(descriptor: int, folder: Path, room: int) -> None:
+    used = 0
+    for _ in range(_TRIES):  # others write at the same time
+        size = shutil.disk_usage(folder).free - room
+        if size <= 0:
+            return
+        try:
+            os.posix_fallocate(descriptor, used, size)
+            used += size
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise

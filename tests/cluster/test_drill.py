@@ -38,7 +38,7 @@ class FakeJob:
             "step": step,
             "step_limit_s": 10.0,
             "seats": SEATS,
-            "nodes": {name: {"status": "assigned", "processes": [{"pid": 1}]} for name in SEATS},
+            "nodes": {name: {"status": "assigned", "processes": [{"pid": 1, "step_s": 0.5}]} for name in SEATS},
             "now_s": 100.0,
             "num_incidents": 0,
             "incidents": list(self.incidents) if self.is_hurt else [],

@@ -207,10 +207,10 @@ def test_a_process_that_waits_has_a_pulse_and_a_stopped_one_has_none(tmp_path):
         process.kill()
 
 
-def _pulse_after(path, before):
+def _pulse_after(path, before) -> int:
     limit = time.monotonic() + 30.0
     while time.monotonic() < limit:
-        if (reading := read_marks(path)) is not None and (reading.pulse_ns or 0) > before:
+        if (reading := read_marks(path)) is not None and reading.pulse_ns is not None and reading.pulse_ns > before:
             return reading.pulse_ns
         time.sleep(0.01)
     raise AssertionError("no pulse")

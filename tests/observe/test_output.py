@@ -27,10 +27,11 @@ class Broken(io.StringIO):
         super().__init__()
         self.number = number
 
-    def write(self, text: str = "") -> int:
+    def write(self, text: str) -> int:
         raise OSError(self.number, os.strerror(self.number))
 
-    flush = write
+    def flush(self) -> None:
+        self.write("")
 
 
 @pytest.mark.parametrize("how", ["tolerant", "strict"])
