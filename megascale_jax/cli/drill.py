@@ -97,7 +97,7 @@ def _injected(job: "OwnJob | RunningJob", scenario: Path | None, faults: int, se
         chosen = _scenario(scenario, KINDS) if scenario is not None else draw(faults, seed, run.kinds())
         for kind, choice in chosen:
             run.run(kind, choice, pause_s)
-    except MegascaleError as error:  # what was seen before counts all the same
+    except (MegascaleError, OSError) as error:  # what was seen before counts all the same
         if not run.records:
             raise
         broken = str(error)
