@@ -24,7 +24,7 @@ from megascale_jax.cluster.lifecycle import ENDS, NodeStatus, Phase
 from megascale_jax.cluster.messages import Beat, Desired, Diagnosis, Hello
 from megascale_jax.cluster.policy import ACTIVE, apply, deadline, desired, first_state, looks_again_at
 from megascale_jax.cluster.reports import ProcessReport
-from megascale_jax.cluster.state import Advanced, Anomaly, Elapsed, Ended, Event, Idle, Joined, Lost, Shape, State, Suspicion
+from megascale_jax.cluster.state import Advanced, Anomaly, Elapsed, Ended, Event, Idle, Joined, Lost, Restored, Shape, State, Suspicion
 from megascale_jax.cluster.story import told
 from megascale_jax.cluster.supply import Supply
 from megascale_jax.config.cluster import ClusterConfig
@@ -121,12 +121,9 @@ class Driver:
         return node is None or node.incarnation != hello.incarnation or node.lost_at_s is not None
 
     def _present(self, name: str, hello: Hello) -> None:
-        node = self.state.nodes.get(name)
         if self._is_news(name, hello):
             self.beats.pop(name, None)
             self.record(Joined(at_s=self.clock.now(), **hello.model_dump(include={"node", "incarnation", "address", "ports", "machine"})))
-            if self.state.nodes[name].status != NodeStatus.EVICTED and node is not None and node.status == NodeStatus.EVICTED:
-                self.supply.came_anew(name)
         self.software[name] = hello.software
         self._told.pop(name, None)
         self._told_state = None
@@ -136,9 +133,16 @@ class Driver:
     # What time brings.
 
     def tick(self) -> None:
-        """Look at everything once. Call it every few tenths of a second. Without a journal nothing is decided, and all is tried again."""
+        """Look at everything once. Call it every few tenths of a second.
+
+        Without a journal nothing is decided, and all is tried again; what was decided before holds, and nodes go on hearing it.
+        """
         with self._journaled():
             self._look()
+        with self._journaled():
+            for name in self.supply.keep(self.state):
+                self.record(Restored(at_s=self.clock.now(), node=name))
+        self.tell()
 
     @contextmanager
     def _journaled(self) -> Iterator[None]:
@@ -162,8 +166,6 @@ class Driver:
         limits = [at_s for at_s in (deadline(self.state, self.config), looks_again_at(self.state, self.config)) if at_s is not None]
         if limits and now >= min(limits):
             self.record(Elapsed(at_s=now, phase=self.state.phase, since_s=self.state.since_s))
-        self.supply.keep(self.state)
-        self.tell()
         if now > self._limits_kept_s + _LIMITS_S:
             self._limits_kept_s = now
             with suppress(sqlite3.Error):  # they can be learned again

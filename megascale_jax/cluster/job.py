@@ -2,8 +2,11 @@
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
 
 from megascale_jax.cluster.journal import Journal
 from megascale_jax.cluster.lifecycle import ENDS
@@ -25,6 +28,7 @@ _PORT = "port"
 _HOST = "host"
 _COMMAND = "command"
 _LAUNCH = "launch"
+_TERMS = "terms"
 
 
 def job_folder(run: Path) -> Path:
@@ -35,19 +39,63 @@ def job_folder(run: Path) -> Path:
 def open_journal(folder: Path, shapes: tuple[Shape, ...], config: ClusterConfig) -> Journal:
     """The journal of the job that is under way, or a new one; that of a job that has ended is kept beside it.
 
-    Raises RunFolderError for a journal that cannot be read.
+    The events of a job mean what they did only with the sizes and settings that it began with. Raises RunFolderError for a job under way
+    with others, and for a journal that cannot be read.
     """
     path = folder / JOURNAL_FILE
     journal = Journal(path)
+    terms = _terms(shapes, config)
+    if (known := journal.fact(_TERMS)) is not None and known != terms:
+        began = json.loads(known)
+        if _replayed(journal, _shapes(began), _config(began, config)).phase not in ENDS:
+            journal.close()
+            raise RunFolderError(
+                f"this job is under way with other sizes or settings ({', '.join(_changes(began, json.loads(terms)))}); stop it first "
+                "(`megascale job stop RUN`, or the old command and Ctrl-C), or go on with the old ones"
+            )
+        journal = _kept_aside(journal, path)
+    elif _replayed(journal, shapes, config).phase in ENDS:
+        journal = _kept_aside(journal, path)
+    journal.keep(_TERMS, terms)
+    return journal
+
+
+def _kept_aside(journal: Journal, path: Path) -> Journal:
+    journal.close()
+    number = 1 + len(list(path.parent.glob("journal-*.sqlite")))
+    path.rename(path.parent / f"journal-{number}.sqlite")
+    return Journal(path)
+
+
+def _replayed(journal: Journal, shapes: tuple[Shape, ...], config: ClusterConfig) -> State:
     state = first_state(shapes)
     for event in journal.events():
         state = apply(state, event, config)
-    if state.phase in ENDS:
-        journal.close()
-        number = 1 + len(list(folder.glob("journal-*.sqlite")))
-        path.rename(folder / f"journal-{number}.sqlite")
-        journal = Journal(path)
-    return journal
+    return state
+
+
+def _terms(shapes: tuple[Shape, ...], config: ClusterConfig) -> str:
+    return json.dumps({"shapes": [shape.model_dump(mode="json") for shape in shapes], "cluster": config.model_dump(mode="json")})
+
+
+def _shapes(terms: dict[str, Any]) -> tuple[Shape, ...]:
+    return tuple(Shape.model_validate(shape) for shape in terms["shapes"])
+
+
+def _config(terms: dict[str, Any], otherwise: ClusterConfig) -> ClusterConfig:
+    try:
+        return ClusterConfig.model_validate_json(json.dumps(terms["cluster"]))
+    except ValidationError:  # of a release with other settings
+        return otherwise
+
+
+def _changes(began: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    if began["shapes"] != now["shapes"]:
+        yield f"{began['shapes'][0]['num_nodes']} nodes, now {now['shapes'][0]['num_nodes']}"
+    for name in sorted({*began["cluster"], *now["cluster"]}):
+        old, new = began["cluster"].get(name), now["cluster"].get(name)
+        if old != new:
+            yield f"cluster.{name} {old}, now {new}"
 
 
 def ended_under(folder: Path, launch: str, shapes: tuple[Shape, ...], config: ClusterConfig) -> State | None:
@@ -61,9 +109,7 @@ def ended_under(folder: Path, launch: str, shapes: tuple[Shape, ...], config: Cl
     try:
         if journal.fact(_LAUNCH) != launch:
             return None
-        state = first_state(shapes)
-        for event in journal.events():
-            state = apply(state, event, config)
+        state = _replayed(journal, shapes, config)
         return state if state.phase in ENDS else None
     finally:
         journal.close()

@@ -48,7 +48,7 @@ def evicted(state: State, name: str, reason: str, at_s: float, config: ClusterCo
     if len(before) >= config.max_evictions:
         alarm = f"{name} should be evicted ({reason}), but {len(before)} nodes were within {config.strike_window_s:.0f} s; evict it by hand"
         return state if alarm in state.alarms else state.model_copy(update={"alarms": (*state.alarms, alarm)})
-    state = moved(state, name, NodeStatus.EVICTED, reason=reason)
+    state = moved(state, name, NodeStatus.EVICTED, reason=reason, is_out_of_service=True)
     incident = state.incident
     if incident is not None:
         state = with_incident(state, evicted=(*incident.evicted, name))

@@ -23,7 +23,7 @@ from megascale_jax.cluster.moves import (
     with_incident,
     with_node,
 )
-from megascale_jax.cluster.seats import seated
+from megascale_jax.cluster.seats import seated, wait_s
 from megascale_jax.cluster.state import (
     CORRUPTION,
     Advanced,
@@ -37,6 +37,7 @@ from megascale_jax.cluster.state import (
     Lost,
     Node,
     Ordered,
+    Restored,
     Shape,
     State,
     Suspicion,
@@ -77,6 +78,8 @@ def apply(state: State, event: Event, config: ClusterConfig) -> State:
             state = _ended(state, event)
         case Elapsed() if event.phase == state.phase and event.since_s == state.since_s:
             state = _elapsed(state, event, config)
+        case Restored() if event.node in state.nodes and state.nodes[event.node].status != NodeStatus.EVICTED:
+            state = moved(state, event.node, state.nodes[event.node].status, is_out_of_service=False)
         case Ordered():
             state = _ordered(state, event, config)
         case _:
@@ -89,7 +92,7 @@ def deadline(state: State, config: ClusterConfig) -> float | None:
     limits = {
         Phase.SUSPENDED: config.save_s if is_planned(state) else config.stop_s,
         Phase.DIAGNOSING: config.diagnose_s,
-        Phase.REPLACING: config.wait_s,
+        Phase.REPLACING: wait_s(state, config),
         Phase.STOPPING: config.save_s,
     }
     limit = limits.get(state.phase)
@@ -278,7 +281,7 @@ def _ordered(state: State, event: Ordered, config: ClusterConfig) -> State:
         return state if node.status == NodeStatus.EVICTED else moved(state, event.node, NodeStatus.CORDONED, reason=f"by {event.by}")
     if node.status == NodeStatus.EVICTED:
         return state
-    state = moved(state, event.node, NodeStatus.EVICTED, reason=f"by {event.by}")
+    state = moved(state, event.node, NodeStatus.EVICTED, reason=f"by {event.by}", is_out_of_service=True)
     if event.node in state.seats and state.phase in ACTIVE:
         suspicion = Suspicion(rule=OPERATOR, node=event.node, detail=f"evicted by {event.by}")
         state = suspended(state, event.at_s, (suspicion,), event.step)

@@ -46,13 +46,14 @@ def seated(state: State, at_s: float, config: ClusterConfig) -> State:
     shape = 0 if len(seats) == state.shapes[0].num_nodes else state.shape
     state = state.model_copy(update={"seats": seats, "nodes": nodes, "shape": shape})
     if waits or None in seats:
-        if at_s < state.since_s + config.wait_s:
+        limit_s = wait_s(state, config)
+        if at_s < state.since_s + limit_s:
             return state
         usable = [name for name, node in nodes.items() if node.status in (NodeStatus.READY, NodeStatus.ASSIGNED)]
         smaller = [index for index, shape in enumerate(state.shapes) if shape.num_nodes <= len(usable)]
         if not (config.shrink and smaller):
             need = state.shapes[0].num_nodes if not config.shrink else state.shapes[-1].num_nodes
-            outcome = f"{len(usable)} nodes are left after {config.wait_s:.0f} s, {need} are needed"
+            outcome = f"{len(usable)} nodes are left after {limit_s:.0f} s, {need} are needed"
             return to_phase(state, Phase.FAILED, at_s, outcome=outcome, exit_code=EXIT_NO_NODES)
         kept = [name for name in seats if name in usable]
         taken = [*kept, *(name for name in sorted(usable) if name not in kept)][: state.shapes[smaller[0]].num_nodes]
@@ -65,6 +66,11 @@ def seated(state: State, at_s: float, config: ClusterConfig) -> State:
         state = with_incident(state, replaced_s=at_s)
     state = rewound(state).model_copy(update={"attempt": state.attempt + 1, "idle": frozenset()})
     return to_phase(state, Phase.RESTORING, at_s)
+
+
+def wait_s(state: State, config: ClusterConfig) -> float:
+    """Longest wait for enough nodes, seconds: at the very first start images are loaded and machines made."""
+    return config.first_wait_s if state.attempt == 0 else config.wait_s
 
 
 def shapes_of(num_nodes: int, parallel: ParallelConfig, rows: int, *, shrink: bool) -> tuple[Shape, ...]:

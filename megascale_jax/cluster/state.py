@@ -47,6 +47,8 @@ class Node(_Value):
     """When it was named as the cause of something that no check explains, or was lost."""
     reason: str = ""
     """Of an eviction or a loss."""
+    is_out_of_service: bool = False
+    """It was evicted, and its backend has not confirmed yet that it was taken back."""
 
 
 class Incident(_Value):
@@ -192,6 +194,13 @@ class Elapsed(_Event):
     since_s: float
 
 
+class Restored(_Event):
+    """The backend has taken a node back into service that was evicted before."""
+
+    kind: Literal["restored"] = "restored"
+    node: str
+
+
 class Ordered(_Event):
     """An operator's command, after all checks of who may give it."""
 
@@ -203,4 +212,4 @@ class Ordered(_Event):
     rewind: Rewind | None = None
 
 
-Event = Annotated[Joined | Lost | Anomaly | Idle | Diagnosed | Advanced | Ended | Elapsed | Ordered, Field(discriminator="kind")]
+Event = Annotated[Joined | Lost | Anomaly | Idle | Diagnosed | Advanced | Ended | Elapsed | Restored | Ordered, Field(discriminator="kind")]

@@ -8,6 +8,8 @@ from megascale_jax.cluster.story import summed_up
 
 STEADY = {"step": 1000}
 """Passes of a process that has been training for a while."""
+_TOLD = {"rank", "pid", "state", "exit_code", "signal", "step", "section", "in_section_s", "loss", "saved_step", "durable_step", "step_s"}
+"""Of a process; thousands of them must fit into one answer (`link/wire.py`)."""
 _SHOWN = 20
 """Incidents in a status: an answer has a limited size, and the journal has them all."""
 
@@ -27,7 +29,7 @@ def status_of(driver: Driver) -> dict[str, Any]:
                 "status": node.status.value,
                 "reason": node.reason,
                 "silent_s": None if name not in driver.beats else round(driver.silent_s(name), 1),
-                "processes": [process.model_dump(exclude={"log"}) for process in driver.beats[name].processes]
+                "processes": [process.model_dump(include=_TOLD) for process in driver.beats[name].processes]
                 if name in driver.beats
                 else [],
             }

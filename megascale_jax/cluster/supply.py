@@ -14,32 +14,39 @@ class Supply:
 
     def __init__(self, backend: Backend, names: tuple[str, ...], say: Callable[[str], None]):
         self._backend, self._names, self._say = backend, names, say
-        self._removed: set[str] = set()
+        self._removed: set[tuple[str, str]] = set()
+        """Nodes and machines for which removal was asked by this very driver; a later one asks again."""
         self._refused: dict[str, str] = {}
 
-    def keep(self, state: State) -> None:
-        """Have the backend run what should run, and take out what was evicted."""
-        over = state.phase in ENDS
+    def keep(self, state: State) -> list[str]:
+        """Have the backend run what should run, and take out what was evicted; nodes that were taken back into service."""
+        restored = []
         for name in self._names:
-            node = state.nodes.get(name)
-            is_evicted = node is not None and node.status == NodeStatus.EVICTED
             try:
-                if node is not None and is_evicted and name not in self._removed and _is_idle(state, name):
-                    self._removed.add(name)
-                    self._backend.remove(name, node.machine, node.reason)
-                elif not is_evicted and not over and (node is None or node.lost_at_s is not None):
-                    if name in self._removed:
-                        self._removed.discard(name)
-                        self._backend.restore(name, node.machine if node is not None else "")
-                    self._backend.ensure(name)
+                if self._ask(state, name):
+                    restored.append(name)
+                self._refused.pop(name, None)
             except MegascaleError as error:
                 if self._refused.get(name) != str(error):
                     self._refused[name] = str(error)
                     self._say(f"{name}: {error}")
+        return restored
 
-    def came_anew(self, name: str) -> None:
-        """The engine has put another machine in the place of an evicted node."""
-        self._removed.discard(name)
+    def _ask(self, state: State, name: str) -> bool:
+        """What one node needs; whether it was taken back into service."""
+        node, over = state.nodes.get(name), state.phase in ENDS
+        if node is not None and node.status == NodeStatus.EVICTED:
+            if (name, node.machine) not in self._removed and _is_idle(state, name):
+                self._backend.remove(name, node.machine, node.reason)
+                self._removed.add((name, node.machine))
+            return False
+        is_back = node is not None and node.is_out_of_service
+        if node is not None and is_back:
+            self._backend.restore(name, node.machine)
+            self._removed.discard((name, node.machine))
+        if not over and (node is None or node.lost_at_s is not None):
+            self._backend.ensure(name)
+        return is_back
 
     def release(self) -> None:
         """The job is over: end executors that did not hear of it."""

@@ -1,5 +1,7 @@
 """The real driver and its rules against a cluster on virtual time."""
 
+import json
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -8,11 +10,13 @@ from hypothesis import Phase as HypothesisPhase
 from megascale_jax.cluster.diagnose.checks import Outcome
 from megascale_jax.cluster.journal import Journal
 from megascale_jax.cluster.lifecycle import NodeStatus, Phase
-from megascale_jax.cluster.messages import Hello
+from megascale_jax.cluster.link.wire import Limits, write_message
+from megascale_jax.cluster.messages import Answer, Hello
 from megascale_jax.cluster.state import Ordered, Shape
+from megascale_jax.cluster.status import status_of
 from megascale_jax.config.cluster import ClusterConfig, FloorsConfig
-from megascale_jax.errors import JournalError
-from tests.cluster.simulated import STEP_S, World
+from megascale_jax.errors import BackendError, JournalError
+from tests.cluster.simulated import STEP_S, SimNode, World
 
 CONFIG = ClusterConfig(
     lost_after_s=5.0, grace_s=5.0, wait_s=60.0, diagnose_s=30.0, floors=FloorsConfig(data=20.0, compile=300.0, restore=60.0)
@@ -276,3 +280,64 @@ def test_neighbours_of_a_diagnosis_are_known_by_what_nodes_say_of_their_switch(w
     values = {"node": "node-1", "incarnation": node.incarnation, "address": node.address, "ports": node.ports, "software": {"jax": "1"}}
     world.driver.heard("node-1", Hello(**values, switch="leaf-2"))
     assert (world.driver._in_pairs("node-1").switch, world.driver._in_pairs("node-0").switch) == ("leaf-2", None)
+
+
+def test_nodes_go_on_hearing_what_was_decided_while_the_journal_cannot_be_written(world, monkeypatch) -> None:
+    def full(self: Journal, event: object) -> None:
+        raise JournalError("the disk is full")
+
+    monkeypatch.setattr(Journal, "append", full)
+    world.crash("node-1")  # an event that cannot be journaled, again and again
+    heard, tell = [], world.driver._outbox
+    world.driver._outbox = lambda name, wanted: (heard.append(name), tell(name, wanted))
+    world.run(20.0)
+    assert {"node-0", "node-2", "node-3"} <= set(heard)
+
+
+def test_the_first_start_may_wait_longer_than_a_replacement(tmp_path) -> None:
+    world = World(tmp_path, CONFIG.model_copy(update={"first_wait_s": 300.0}), nodes=2, spares=0)
+    world.sims["node-1"] = SimNode("node-1", "none", is_alive=False, is_down=True)
+    world.run(200.0)
+    assert world.driver.state.phase == Phase.REPLACING, "its image is still being loaded"
+    world.run(200.0)
+    assert (world.driver.state.phase, world.driver.state.exit_code) == (Phase.FAILED, 21)
+
+
+def test_a_node_taken_back_is_restored_also_by_a_driver_that_did_not_hear_the_order(world, monkeypatch) -> None:
+    removed, restored = [], []
+    monkeypatch.setattr(world, "remove", lambda name, machine, reason: removed.append(name))
+    world.driver.record(Ordered(at_s=world.now, action="evict", node="node-4", by="ada and bob", step=12))
+    world.run(1.0)
+    assert removed == ["node-4"]
+    world.driver.record(Ordered(at_s=world.now, action="uncordon", node="node-4", by="ada"))
+    monkeypatch.setattr(world, "restore", lambda name, machine: restored.append(name))
+    world.kill_driver()  # before it could ask for anything
+    world.run(1.0)
+    assert (restored, removed) == (["node-4"], ["node-4"])
+    world.kill_driver()
+    world.run(1.0)
+    assert restored == ["node-4"], "once is enough"
+
+
+def test_a_removal_that_fails_is_asked_for_again(world, monkeypatch) -> None:
+    asked = []
+
+    def refuse(name: str, machine: str, reason: str) -> None:
+        asked.append(name)
+        raise BackendError("no right to drain")
+
+    monkeypatch.setattr(world, "remove", refuse)
+    world.driver.record(Ordered(at_s=world.now, action="evict", node="node-4", by="ada and bob", step=12))
+    world.run(1.0)
+    assert len(asked) > 3
+    assert [line for line in world.lines if "no right to drain" in line] == ["node-4: no right to drain"]
+
+
+def test_status_of_thousands_of_nodes_fits_into_one_answer(world) -> None:
+    driver = world.driver
+    beat, node = driver.beats["node-0"], driver.state.nodes["node-0"]
+    names = [f"gpu-node-{number}" for number in range(1536)]
+    driver.state = driver.state.model_copy(update={"nodes": dict.fromkeys(names, node), "seats": tuple(names)})
+    driver.beats, driver._heard_s = dict.fromkeys(names, beat), dict.fromkeys(names, world.now)
+    answer = Answer(is_done=True, text="running", status=json.loads(json.dumps(status_of(driver))))
+    assert len(write_message(answer)) < min(Limits().answer_bytes, Limits().queue_bytes) / 4

@@ -160,7 +160,7 @@ async def connect(
 
 class _Connection(wire.Framed):
     def __init__(self, token: str, incoming: TypeAdapter[Any], received: Callable[[Any], None], limits: Limits):
-        super().__init__(limits.frame_bytes)
+        super().__init__(limits.answer_bytes)
         loop = asyncio.get_running_loop()
         self.admitted: asyncio.Future[None] = loop.create_future()
         self.lost: asyncio.Future[str] = loop.create_future()

@@ -35,7 +35,9 @@ class Limits:
     """Bounds of a connection. Times in seconds; what is beyond ends the connection."""
 
     frame_bytes: int = 256 << 10
-    """Longest JSON of a frame."""
+    """Longest JSON of a frame, from a node or an operator."""
+    answer_bytes: int = 4 << 20
+    """Longest JSON of an answer to an operator: the status of thousands of nodes."""
     handshake_s: float = 10.0
     """For the TLS handshake."""
     first_frame_s: float = 5.0
@@ -44,7 +46,7 @@ class Limits:
     """Without a complete frame from the other end."""
     keepalive_s: float = 10.0
     """Without a frame from the driver, after which a client asks for one; well below ``idle_s``."""
-    queue_bytes: int = 1 << 20
+    queue_bytes: int = 4 << 20
     """Waiting to be read by the other end."""
     frames_per_s: float = 50.0
     """Long-term rate of frames from one peer."""
