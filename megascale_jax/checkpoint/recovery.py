@@ -86,6 +86,8 @@ class Recovery:
 
         def open_all() -> None:
             manifest = read_manifest(self.storage, step)
+            if (reason := given_up(manifest.step, manifest.description, self.rewinds)) is not None:  # it could not be read before
+                raise CheckpointError(f"checkpoint {self.storage.url}/{step} is not of this run's line: {reason}")
             shards = Shards(self.plan, self.grid, manifest.arrays, self.grid.stored)
             opened.append((manifest, BlockReader(self.storage, manifest), shards))
 

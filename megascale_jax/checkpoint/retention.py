@@ -48,7 +48,7 @@ def decide(
     if not good:
         return []
     newest = {manifest.step for manifest in good[-policy.keep :]}
-    deletions = [Deletion(str(step), reason) for step, reason in reasons.items() if reason is not None]
+    deletions = [Deletion(str(step), reason) for step, reason in reasons.items() if reason is not None and step not in bound]
     for manifest in good:
         reason = _reason(manifest, newest, policy, now_unix_s)
         if reason is not None and manifest.step not in bound:

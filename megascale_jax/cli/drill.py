@@ -49,7 +49,8 @@ def drill(
 ) -> None:
     """Break a driven run of the real trainer on purpose, one fault after the other, and report what became of each.
 
-    By default it starts a job of its own on local nodes and ends it afterwards. With --attach it hurts a run that goes on already.
+    By default it starts a job of its own on local nodes and ends it afterwards. With --attach it injects a scenario into a run that goes on
+    already, local or Slurm (`cluster.slurm.node_folder=RUN/cluster/nodes`), whose nodes are on this machine.
 
     Kinds: `process_killed`, `_halted` (SIGSTOP), `_frozen` (alive and stuck), `_slowed`; `executor_killed`, `_halted`; `beats_delayed`,
     `beats_dropped`, `node_partitioned`; `driver_killed`; `node_down`, `node_flapping`, `spares_exhausted`, `shrunk`; `disk_full`;
@@ -62,6 +63,8 @@ def drill(
     from megascale_jax.observe.report import check_json_path, write_json
 
     check_json_path(json)
+    if attach is not None and scenario is None:
+        raise UsageError("--attach hurts a run that is somebody's: name its faults in a scenario file, such as `- kind: process_killed`")
     with tempfile.TemporaryDirectory(prefix="megascale-drill-", ignore_cleanup_errors=True) as temporary:
         if attach is not None:
             found = _injected(RunningJob(attach), scenario, faults, seed, pause_s)
@@ -70,11 +73,13 @@ def drill(
             place.parent.mkdir(parents=True, exist_ok=True)
             command = [sys.executable, "-m", "megascale_jax.cli.main", "drive", experiment, *_OVERRIDES, *(_SHRINKS if shrink else ())]
             command += ["--nodes", str(nodes), "--spares", str(spares)]
-            job = OwnJob(place, command, shrinks=shrink)
+            job = OwnJob(place, command, is_ours=run_folder is None, shrinks=shrink)
             say(f"{experiment} on {nodes} nodes and {spares} spares; the driver's words: {job.log}")
             try:
                 job.start()
                 found = _injected(job, scenario, faults, seed, pause_s)
+                if json is not None:  # the run without faults may take long, or fail
+                    write_json(json, found)
                 if reference and not found["ended_early"]:
                     found |= _compared(losses(place), command, place.parent / "reference", 1e-5 if shrink else 0.0)
             finally:
@@ -133,7 +138,7 @@ def _compared(broken: dict[int, float | None], command: list[str], folder: Path,
 
     steps = max(broken)
     say(f"the same {steps} steps without faults")
-    whole = OwnJob(folder, command)
+    whole = OwnJob(folder, command, is_ours=True)
     try:
         whole.start()
         limit = time.monotonic() + REFERENCE_LIMIT_S

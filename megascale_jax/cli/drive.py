@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,13 +15,18 @@ from rich.text import Text
 
 from megascale_jax.cluster.lifecycle import ENDS, Phase
 from megascale_jax.config.load import load_experiment
-from megascale_jax.errors import ConfigError
+from megascale_jax.errors import ConfigError, JournalError, RunFolderError
 from megascale_jax.observe.output import outlive_full_disks
 
 if TYPE_CHECKING:
     from megascale_jax.cluster.backends.base import Engine
+    from megascale_jax.cluster.journal import Journal
     from megascale_jax.config.schema import Experiment
     from megascale_jax.train.folder import RunFolder
+
+
+_JOURNAL_S, _AGAIN_S = 600.0, 2.0
+"""Longest wait for a journal that cannot be opened, and the pause between two tries."""
 
 
 class BackendName(StrEnum):
@@ -70,6 +76,7 @@ def drive(
     2: the request cannot be carried out.
     """
     from megascale_jax.cluster.driver_process import held
+    from megascale_jax.cluster.job import is_under_way, job_folder
     from megascale_jax.cluster.moves import EXIT_NO_NODES
     from megascale_jax.cluster.ports import parse_address
     from megascale_jax.config.layout import MeshShape
@@ -88,6 +95,11 @@ def drive(
     engine = open_engine(backend, nodes, spares, resolved)
     folder.check_clear() if fresh else folder.check(resolved)
     with held(folder.path):
+        if fresh and is_under_way(job_folder(folder.path)):
+            raise RunFolderError(
+                f"a job is under way in {folder.path}: the same command without --fresh takes it over, `megascale job stop` then ends it; "
+                "to throw it away with all its checkpoints, remove the folder"
+            )
         if fresh:
             with folder.taken(resolved, fresh=True):
                 pass
@@ -135,6 +147,7 @@ def _drive(job: _Request) -> dict[str, Any] | None:
     """Drive the job of a folder that is ours to its end; its last status, ``None`` when it had all its steps before."""
     import asyncio
 
+    from megascale_jax.checkpoint.manifest import published_steps
     from megascale_jax.cluster.anomaly import Watcher
     from megascale_jax.cluster.backends.base import Start
     from megascale_jax.cluster.driver import Driver
@@ -147,13 +160,14 @@ def _drive(job: _Request) -> dict[str, Any] | None:
     from megascale_jax.cluster.messages import Desired
     from megascale_jax.cluster.seats import shapes_of
     from megascale_jax.cluster.status import status_of
+    from megascale_jax.comm.storage import Storage
 
     experiment, folder, engine = job.experiment, job.folder, job.engine
     place, parallel, config, names = job_folder(folder.path), experiment.parallel, experiment.cluster, engine.names
     shapes = shapes_of(job.nodes, parallel, experiment.train.global_batch_size, shrink=config.shrink)
     if (ended := ended_under(place, engine.launch, shapes, config)) is not None:
         return {"phase": ended.phase, "outcome": ended.outcome, "exit_code": ended.exit_code}
-    with open_journal(place, shapes, config) as journal:
+    with _patiently(lambda: open_journal(place, shapes, config)) as journal:
         events = list(journal.events())
         if folder.finished(experiment) and not events:
             say(f"{folder.path} has all its steps; extend it with train.steps=N, or start anew with --fresh")
@@ -171,7 +185,23 @@ def _drive(job: _Request) -> dict[str, Any] | None:
 
         rule = Rule() if config.two_persons else Rule(frozenset())
         link = Security.load(security, role="driver")
-        return status_of(asyncio.run(drive_job(place, link, listen, make, rule, say, leaves=bool(engine.launch))))
+        steps = partial(published_steps, Storage(folder.place(experiment)))
+        return status_of(asyncio.run(drive_job(place, link, listen, make, rule, say, saved=steps, leaves=bool(engine.launch))))
+
+
+def _patiently(open_it: "Callable[[], Journal]") -> "Journal":
+    """The journal, also from a disk that is full for some minutes: nobody else looks after the job meanwhile. Raises JournalError then."""
+    limit, said = time.monotonic() + _JOURNAL_S, ""
+    while True:
+        try:
+            return open_it()
+        except JournalError as error:
+            if time.monotonic() > limit:
+                raise
+            if str(error) != said:
+                said = str(error)
+                say(f"waiting: {said}")
+            time.sleep(_AGAIN_S)
 
 
 def say(text: str) -> None:

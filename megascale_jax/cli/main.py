@@ -1,6 +1,7 @@
 """The `megascale` command: parses, delegates, and turns our errors into one clear message and exit code 2."""
 
 import logging
+import os
 import sys
 import warnings
 
@@ -27,7 +28,16 @@ from megascale_jax.cli import (
     schedule,
     train,
 )
-from megascale_jax.errors import BackendError, CheckpointError, CompileError, CorruptStateError, LinkError, StorageError, UsageError
+from megascale_jax.errors import (
+    BackendError,
+    CheckpointError,
+    CompileError,
+    CorruptStateError,
+    JournalError,
+    LinkError,
+    StorageError,
+    UsageError,
+)
 
 app = typer.Typer(
     name="megascale",
@@ -75,6 +85,9 @@ def main() -> None:
     except (UsageError, CheckpointError, StorageError, LinkError, BackendError) as error:
         Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), str(error)))
         sys.exit(2)
+    except JournalError as error:
+        Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), str(error)))
+        sys.exit(os.EX_TEMPFAIL)
     except CompileError as error:
         Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), str(error)))
         sys.exit(1)

@@ -32,6 +32,10 @@ _FRESH_BEATS = 3.0
 _DRIFTS = 10
 """Looks in a row that must show a drift."""
 _TRAFFIC_LOOKS = 60
+_NETWORKS, _MOVED = ("nic.", "rdma."), (".rx_bytes", ".tx_bytes")
+"""Counters of what a node has sent and received (`counters.py`)."""
+_ZOMBIE_S = 5.0
+"""For so long the threads of a process may outlive its main thread."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Watcher:
     _drifts: int = 0
     _missing_since: dict[str, float] = field(default_factory=dict)
     _since: dict[tuple[str, int], float] = field(default_factory=dict)
+    _zombies: dict[tuple[str, int], float] = field(default_factory=dict)
     _traffic: dict[str, deque[float]] = field(default_factory=dict)
     _totals: dict[str, tuple[float, float]] = field(default_factory=dict)
 
@@ -84,7 +89,7 @@ class Watcher:
         can_rewind = any(one.rewind is not None for one in spikes)
         rules: Mapping[str, tuple[Mode, list[Suspicion]]] = {
             CORRUPTION: (self.config.rules.corruption, list(_corrupt(placed))),
-            "exit": (self.config.rules.exit, [*_exits(placed), *self._absent(now_s, attempt, views)]),
+            "exit": (self.config.rules.exit, [*_exits(placed), *self._undead(now_s, placed), *self._absent(now_s, attempt, views)]),
             "halted": (self.config.rules.halted, list(self._halted(now_s, placed))),
             "no_progress": (self.config.rules.no_progress, list(self._stuck(placed))),
             "non_finite": (self.config.rules.non_finite, list(self._non_finite(placed))),
@@ -104,6 +109,15 @@ class Watcher:
         for name, since_s in self._missing_since.items():
             if now_s > since_s + self.config.stop_s:
                 yield Suspicion(rule="exit", node=name, detail=f"has no process of attempt {attempt}; see executor.log there")
+
+    def _undead(self, now_s: float, placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion]:
+        """Processes whose main thread has ended while others have not, as when one hangs in a driver."""
+        zombies = {(view.name, process.pid): process.rank for view, process in placed if process.state == "zombie"}
+        self._zombies = {key: self._zombies.get(key, now_s) for key in zombies}
+        for key, rank in zombies.items():
+            if now_s > self._zombies[key] + _ZOMBIE_S:
+                detail = f"its main thread ended {now_s - self._zombies[key]:.0f} s ago, others hang"
+                yield Suspicion(rule="exit", node=key[0], rank=rank, detail=detail)
 
     def _halted(self, now_s: float, placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion]:
         """Processes that a signal or a debugger has stopped, which no section allows for, or that are frozen."""
@@ -161,7 +175,7 @@ class Watcher:
         for view in views:
             if view.beat is None:
                 continue
-            total = sum(value for name, value in view.beat.counters.items() if name.endswith(("_rx_bytes", "_tx_bytes")))
+            total = sum(value for name, value in view.beat.counters.items() if name.startswith(_NETWORKS) and name.endswith(_MOVED))
             before, self._totals[view.name] = self._totals.get(view.name), (now_s - view.age_s, total)
             if before is None or now_s - view.age_s <= before[0] or total < before[1]:
                 continue
@@ -193,7 +207,7 @@ def _exits(placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion]:
     """Processes that ended with an error, those that only followed a peer, or a corrupt state, marked as such."""
     is_corrupt = any(process.odd_ranks is not None for _, process in placed)
     for view, process in placed:
-        if process.state not in ("exited", "zombie") or (process.exit_code in (0, None) and process.signal is None):
+        if process.state != "exited" or (process.exit_code in (0, None) and process.signal is None):
             continue
         what = f"signal {_signal_name(process.signal)}" if process.signal else f"exit code {process.exit_code}"
         last = next((line for line in reversed(process.log) if line.strip()), "")

@@ -80,7 +80,7 @@ class Drill:
         fault = KINDS[kind]
         if why := fault.lacks(self.job):
             raise UsageError(f"{kind} cannot be injected into this job: {why}")
-        status = self._steady(pause_s)
+        status = self._steady(pause_s, fault.after_steps)
         seats = [name for name in status["seats"] if status["nodes"][name]["processes"]]
         node = seats[choice % len(seats)]
         record = Record(kind, node if fault.hits_node else None, status["step"], is_interruption=fault.interrupts)
@@ -100,7 +100,7 @@ class Drill:
         self.say(_line(record))
         return record
 
-    def _steady(self, pause_s: float) -> dict[str, Any]:
+    def _steady(self, pause_s: float, steps: int) -> dict[str, Any]:
         """The status once the job runs, has a checkpoint to spare, and has gone on for a while."""
         limit, since, step = self.clock() + RECOVER_LIMIT_S, self.clock(), None
         while self.clock() < limit:
@@ -109,9 +109,9 @@ class Drill:
                 since, step = self.clock(), None
             elif step is None:
                 since, step = self.clock(), status["step"]
-            elif status["step"] > step and self.clock() > since + pause_s:
+            elif status["step"] >= step + steps and self.clock() > since + pause_s:
                 return status
-            elif status["outcome"]:
+            if status is not None and status["outcome"]:
                 break
             time.sleep(POLL_S)
         raise UsageError("the job does not run, so no fault can be injected; see `megascale job status`")
@@ -130,7 +130,7 @@ class Drill:
                 steps.clear()
             else:
                 incidents = _new(status, before["num_incidents"])
-                is_healed = bool(incidents) and all(incident["restored_s"] is not None for incident in incidents)
+                is_healed = bool(incidents) and incidents[-1]["restored_s"] is not None  # one that another cut short is part of that
                 steps.add(status["step"])
                 if is_healed or (not fault.interrupts and not incidents and len(steps) > SETTLED_STEPS):
                     return status
@@ -139,10 +139,10 @@ class Drill:
 
     def _note(self, record: Record, injury: Injury, status: dict[str, Any], known: int, began_s: float) -> None:
         incidents = _new(status, known)
-        record.recovered = True
         record.observed = [text for at_s, text in status["observed"] if at_s > began_s]
         if (rule := KINDS[record.kind].looks_for) is not None and not incidents and not any(rule in text for text in record.observed):
             record.note = f"{rule} did not see it"
+        record.recovered = not record.note
         evicted = {name for incident in incidents for name in incident["evicted"]}
         record.healthy_evicted = sorted(evicted - injury.nodes)
         if not incidents:

@@ -33,16 +33,24 @@ class OwnJob:
 
     flips_bits = True
 
-    def __init__(self, folder: Path, command: Sequence[str], *, shrinks: bool = False):
-        """Nodes reach their driver through a proxy; the folder is a small disk where this user may mount one."""
+    def __init__(self, folder: Path, command: Sequence[str], *, is_ours: bool, shrinks: bool = False):
+        """Nodes reach their driver through a proxy; with ``is_ours`` the folder is the drill's, and a small disk where one may be mounted.
+
+        Raises UsageError when the folder is there already.
+        """
         self.folder, self.shrinks = folder, shrinks
         self.log = folder.parent / f"{folder.name}.driver.log"
         self._environment = dict(os.environ) | {DRILL: "1"}
         self._driver: subprocess.Popen[bytes] | None = None
         port = free_ports("127.0.0.1", 1)[0]
         self.proxy: Proxy | None = Proxy(("127.0.0.1", port))
-        folder.mkdir(parents=True)
-        self.has_small_disk = mount_small_disk(folder, DISK_BYTES)
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError as error:
+            raise UsageError(
+                f"{folder} is there already; a drill's job begins in a new folder (--attach hurts a run that goes on)"
+            ) from error
+        self.has_small_disk = is_ours and mount_small_disk(folder, DISK_BYTES)
         host, advertised = self.proxy.address
         self._command = [*command, "--run-folder", str(folder), "--port", str(port), "--advertise", f"{host}:{advertised}"]
 
@@ -111,6 +119,8 @@ class RunningJob:
         place = job_folder(self.folder)
         driver = psutil.Process(driver_pid(place))
         command, folder, environment = driver.cmdline(), driver.cwd(), driver.environ()
+        if "drive" not in command:
+            raise UsageError(f"process {driver.pid} is no driver: that of {self.folder} does not run on this machine")
         driver.kill()
         driver.wait(END_S)
         (place / DRIVER_FILE).unlink(missing_ok=True)
@@ -119,6 +129,7 @@ class RunningJob:
             if (place / DRIVER_FILE).exists():
                 return
             time.sleep(0.2)
+        command = [word for word in command if word != "--fresh"]  # it counts for the first driver alone
         subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def end(self) -> None:

@@ -7,7 +7,6 @@ Whatever is done follows from the journaled state and may be done again: a drive
 reads its journal, hears the executors present themselves, and goes on.
 """
 
-import sqlite3
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -36,6 +35,8 @@ _ADVANCED_S = 60.0
 """Time between two events about progress without a new checkpoint."""
 _LIMITS_S = 30.0
 _OBSERVED = 20
+_WATCH_S = 0.5
+"""Between two looks at what all processes do, unless one has changed its state: with thousands of nodes a look takes 20 ms."""
 
 
 class Clock(Protocol):
@@ -83,6 +84,8 @@ class Driver:
         self.observed: deque[tuple[float, str]] = deque(maxlen=_OBSERVED)
         """What rules found that only say so, and when."""
         self._advanced = (0, 0, now)
+        self._resumed_step = 0
+        self._watch_at, self._has_news = now, True
         self._limits_kept_s = now
         self.supply = Supply(backend, names, say)
         self._unwritten = ""
@@ -100,9 +103,14 @@ class Driver:
     def _hear(self, name: str, message: Hello | Beat | Diagnosis) -> None:
         match message:
             case Hello():
+                if (before := self._hellos.get(name)) is not None and before.incarnation != message.incarnation:
+                    self._stuck.discard(name)  # its processes have ended with the executor before
                 self._hellos[name] = message
-                self._present(name, message)
+                if name not in self._stuck:
+                    self._present(name, message)
             case Beat():
+                before = self.beats.get(name)
+                self._has_news |= before is None or _states(before) != _states(message)
                 self.beats[name] = message
                 if message.is_idle:
                     self._stuck.discard(name)
@@ -156,10 +164,12 @@ class Driver:
     def _look(self) -> None:
         now = self.clock.now()
         self._miss(now)
-        if self.state.phase in ACTIVE:
-            self._watch(now)
-        if self.state.phase in (*ACTIVE, Phase.STOPPING):
-            self._follow(now)
+        if self._has_news or self._first_finding_s is not None or now >= self._watch_at:
+            self._has_news, self._watch_at = False, now + _WATCH_S
+            if self.state.phase in ACTIVE:
+                self._watch(now)
+            if self.state.phase in (*ACTIVE, Phase.STOPPING):
+                self._follow(now)
         if self.state.phase in (Phase.SUSPENDED, Phase.STOPPING):
             self._confirm(now)
         self._diagnose(now)
@@ -168,7 +178,7 @@ class Driver:
             self.record(Elapsed(at_s=now, phase=self.state.phase, since_s=self.state.since_s))
         if now > self._limits_kept_s + _LIMITS_S:
             self._limits_kept_s = now
-            with suppress(sqlite3.Error):  # they can be learned again
+            with suppress(JournalError):  # they can be learned again
                 self.journal.keep("limits", self.watcher.limits.to_json())
 
     def record(self, event: Event) -> None:
@@ -183,7 +193,7 @@ class Driver:
         if before.phase != self.state.phase:
             self._first_finding_s = None
         if before.attempt != self.state.attempt:
-            self._advanced = (0, self.state.saved_step, event.at_s)
+            self._advanced, self._resumed_step = (0, self.state.saved_step, event.at_s), self.state.saved_step
 
     def tell(self) -> None:
         """Say to each node what it should be doing, when that is new or was said a while ago."""
@@ -266,11 +276,16 @@ class Driver:
             self.record(Ended(at_s=now, attempt=self.state.attempt, step=step, is_complete=step >= self.total_steps))
             return
         has_stepped = all(process.passes.get("compile", 0) + process.passes.get("step", 0) for process in processes)
+        if not any(process.passes.get("compile", 0) for process in processes) and all(
+            process.passes.get("restore", 0) for process in processes
+        ):
+            self._resumed_step = step
         saved = max(process.durable_step or 0 for process in processes)
         last_step, last_saved, last_s = self._advanced
         is_news = self.state.phase == Phase.RESTORING or saved > last_saved or now > last_s + _ADVANCED_S
         if has_stepped and is_news and (step, saved) != (last_step, last_saved) and self.state.phase in ACTIVE:
-            self.record(Advanced(at_s=now, attempt=self.state.attempt, step=step, saved_step=saved))
+            values = {"at_s": now, "attempt": self.state.attempt, "step": step, "saved_step": saved, "resumed_step": self._resumed_step}
+            self.record(Advanced.model_validate(values))
             self._advanced = (step, saved, now)
 
     def _confirm(self, now: float) -> None:
@@ -307,3 +322,7 @@ class Driver:
     def _processes(self) -> list[ProcessReport]:
         beats = [self.beats.get(name or "") for name in self.state.seats]
         return [process for beat in beats if beat is not None and beat.attempt == self.state.attempt for process in beat.processes]
+
+
+def _states(beat: Beat) -> tuple[object, ...]:
+    return beat.attempt, beat.is_idle, *(process.state for process in beat.processes)

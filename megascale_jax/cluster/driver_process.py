@@ -43,7 +43,9 @@ _AGAIN_S = 2.0
 class Control:
     """Hears nodes and operators; speaks to them for the driver."""
 
-    def __init__(self, audit: AuditLog, rule: operators.Rule):
+    def __init__(self, audit: AuditLog, rule: operators.Rule, saved: Callable[[], list[int]]):
+        """``saved``: steps of the checkpoints on storage. Raises OSError when that cannot be asked."""
+        self._saved = saved
         self.driver: Driver | None = None
         self._audit, self._rule = audit, rule
         self._requests = operators.Requests()
@@ -121,6 +123,8 @@ class Control:
                     return Answer(
                         is_done=False, text="expected a step and a range of samples, such as --to-step 100 --skip-samples 3200:3840"
                     )
+                if rewind is not None and (problem := self._cannot_rewind(rewind[0])):
+                    return Answer(is_done=False, text=problem)
                 before = driver.state
                 try:
                     driver.record(Ordered.model_validate({**values, "at_s": driver.clock.now()}))
@@ -128,6 +132,17 @@ class Control:
                     return Answer(is_done=False, text=str(error))
                 done = driver.state != before
                 return Answer(is_done=done, text=f"{outcome.command} {outcome.target}: {'done' if done else 'changes nothing now'}")
+
+    def _cannot_rewind(self, step: int) -> str:
+        """Why the job cannot go back to a step; empty when it can. Without such a check it would be given up, and end."""
+        try:
+            steps = self._saved()
+        except OSError as error:
+            return f"nothing was done: the checkpoints cannot be listed ({error})"
+        if any(saved <= step for saved in steps):
+            return ""
+        there = ", ".join(map(str, steps)) or "none"
+        return f"no checkpoint of step {step} or before is on storage, only of {there}; choose a later --to-step"
 
 
 def permits(role: Role, message: BaseModel) -> bool:
@@ -143,15 +158,16 @@ async def drive(
     rule: operators.Rule,
     say: Callable[[str], None],
     *,
+    saved: Callable[[], list[int]],
     leaves: bool = False,
 ) -> Driver:
     """Drive the job to its end; SIGTERM and Ctrl-C stop it with a save, after a second one the driver leaves at once.
 
-    The caller holds the job's folder (`held`). ``leaves``: SIGTERM says that another driver will follow, so this one leaves and the job
-    goes on. Raises OSError when the address is taken.
+    The caller holds the job's folder (`held`). ``saved``: steps of the checkpoints on storage, which a rewind needs. ``leaves``: SIGTERM
+    says that another driver will follow, so this one leaves and the job goes on. Raises OSError when the address is taken.
     """
     audit = AuditLog(folder / "audit.jsonl")
-    control = Control(audit, rule)
+    control = Control(audit, rule, saved)
     driver = control.driver = make_driver(control.send)
 
     def note(what: str, details: dict[str, Any]) -> None:

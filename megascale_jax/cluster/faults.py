@@ -21,15 +21,16 @@ from megascale_jax.cluster.lifecycle import NodeStatus
 from megascale_jax.cluster.proxy import Proxy
 from megascale_jax.cluster.small_disk import filled
 from megascale_jax.errors import MegascaleError, UsageError
-from megascale_jax.observe.marks import FLIP
+from megascale_jax.observe.marks import FLIP, MARKS
 
 SLOW_SHARE = 0.3
 SLOW_S = 40.0
 FULL_S = 20.0
-DROPPED_S = 6.0
+DROPPED_S = 2.5
 DELAYED_S = 2.0
 WITHOUT_SPARES_S = 15.0
 SHRUNK_STEPS = 3
+TWO_CHECKPOINTS_S = 120.0
 FLAPS_S = (3.0, 4.0, 3.0)
 """Without power, with it, without it again."""
 
@@ -80,11 +81,21 @@ class Fault:
     lacks: Callable[[Job], str] = field(default=lambda job: "")
     """Why it cannot be injected into a job; empty when it can."""
     looks_for: str | None = None
-    """Rule that should say something, although nothing needs to be done."""
+    """Rule that should say something, although nothing needs to be done; without that the fault counts as not recovered."""
+    after_steps: int = 1
+    """Of the present attempt, before the rule can know."""
 
 
-def _pid(status: Mapping[str, Any], node: str) -> int:
-    return status["nodes"][node]["processes"][0]["pid"]
+def _pid(job: Job, status: Mapping[str, Any], node: str) -> int:
+    """The node's training process. Raises UsageError unless that runs on this machine: elsewhere its number is another process's."""
+    pid = status["nodes"][node]["processes"][0]["pid"]
+    try:
+        marks = psutil.Process(pid).environ().get(MARKS, "")
+    except psutil.Error:
+        marks = ""
+    if not Path(marks).is_relative_to(node_folder(job, node)):
+        raise UsageError(f"process {pid} of {node} does not run on this machine: a drill needs a job whose nodes are here")
+    return pid
 
 
 def node_folder(job: Job, node: str) -> Path:
@@ -113,18 +124,27 @@ def _held(inside: AbstractContextManager[object]) -> Callable[[], None]:
 
 def _signalled(number: signal.Signals) -> Callable[[Job, dict[str, Any], str], Injury]:
     def inject(job: Job, status: dict[str, Any], node: str) -> Injury:
-        os.kill(_pid(status, node), number)
-        return Injury(frozenset({node}))
+        pid = _pid(job, status, node)
+        os.kill(pid, number)
+        return Injury(frozenset({node}), _continued(pid) if number == signal.SIGSTOP else _nothing)
 
     return inject
 
 
+def _continued(pid: int) -> Callable[[], None]:
+    def undo() -> None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+    return undo
+
+
 def _process_frozen(job: Job, status: dict[str, Any], node: str) -> Injury:
-    return Injury(frozenset({node}), _held(frozen(_pid(status, node))))
+    return Injury(frozenset({node}), _held(frozen(_pid(job, status, node))))
 
 
 def _process_slowed(job: Job, status: dict[str, Any], node: str) -> Injury:
-    return Injury(frozenset({node}), _held(slowed(_pid(status, node), SLOW_SHARE)), _after(SLOW_S))
+    return Injury(frozenset({node}), _held(slowed(_pid(job, status, node), SLOW_SHARE)), _after(SLOW_S))
 
 
 def _executor_killed(job: Job, status: dict[str, Any], node: str) -> Injury:
@@ -136,12 +156,7 @@ def _executor_halted(job: Job, status: dict[str, Any], node: str) -> Injury:
     """Its beats stop while its training goes on, and its connection stays open."""
     pid = _executor(job, node)
     os.kill(pid, signal.SIGSTOP)
-
-    def undo() -> None:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
-
-    return Injury(frozenset({node}), undo)
+    return Injury(frozenset({node}), _continued(pid))
 
 
 def _beats_delayed(job: Job, status: dict[str, Any], node: str) -> Injury:
@@ -226,14 +241,17 @@ def _disk_full(job: Job, status: dict[str, Any], node: str) -> Injury:
 def _checkpoint_corrupt(job: Job, status: dict[str, Any], node: str) -> Injury:
     """Everything in memory is lost, and the newest checkpoint on the disk is rotten."""
     place = job.folder / "checkpoints"
-    complete = published_steps(place)
-    if len(complete) > 1:
-        files = [path for path in (place / str(complete[-1])).rglob("*") if path.is_file() and "/d/" in str(path)]
-        flip_byte(max(files, key=lambda path: path.stat().st_size))
+    limit = time.monotonic() + TWO_CHECKPOINTS_S
+    while len(complete := published_steps(place)) < 2:
+        if time.monotonic() > limit:
+            raise UsageError(f"{place} has {len(complete)} checkpoint(s); the newest can be hurt only if there is another")
+        time.sleep(0.5)
+    files = [path for path in (place / str(complete[-1])).rglob("*") if path.is_file() and "/d/" in str(path)]
+    flip_byte(max(files, key=lambda path: path.stat().st_size))
     for keeper in _keepers(job):
         with suppress(psutil.NoSuchProcess):
             keeper.kill()
-    os.kill(_pid(status, node), signal.SIGKILL)
+    os.kill(_pid(job, status, node), signal.SIGKILL)
     return Injury(frozenset({node}))
 
 
@@ -290,7 +308,7 @@ KINDS: Mapping[str, Fault] = {
     "process_killed": Fault(_signalled(signal.SIGKILL)),
     "process_halted": Fault(_signalled(signal.SIGSTOP)),
     "process_frozen": Fault(_process_frozen, lacks=_lacks_freezer),
-    "process_slowed": Fault(_process_slowed, interrupts=False, lacks=_lacks_freezer, looks_for="step_drift"),
+    "process_slowed": Fault(_process_slowed, interrupts=False, lacks=_lacks_freezer, looks_for="step_drift", after_steps=30),
     "executor_killed": Fault(_executor_killed),
     "executor_halted": Fault(_executor_halted),
     "beats_delayed": Fault(_beats_delayed, interrupts=False),

@@ -60,6 +60,20 @@ def open_journal(folder: Path, shapes: tuple[Shape, ...], config: ClusterConfig)
     return journal
 
 
+def is_under_way(folder: Path) -> bool:
+    """Whether a job of this folder has begun and not ended. Raises as `open_journal` does."""
+    if not (folder / JOURNAL_FILE).is_file():
+        return False
+    journal = Journal(folder / JOURNAL_FILE)
+    try:
+        if (known := journal.fact(_TERMS)) is None:
+            return False
+        began = json.loads(known)
+        return any(True for _ in journal.events()) and _replayed(journal, _shapes(began), _config(began, ClusterConfig())).phase not in ENDS
+    finally:
+        journal.close()
+
+
 def _kept_aside(journal: Journal, path: Path) -> Journal:
     journal.close()
     number = 1 + len(list(path.parent.glob("journal-*.sqlite")))

@@ -25,11 +25,13 @@ class Journal:
     """The events of one job, in order."""
 
     def __init__(self, path: Path):
-        """Raises RunFolderError when the file is no journal, or one of another version."""
+        """Raises RunFolderError when the file is no journal, or one of another version; JournalError when it cannot be opened now."""
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._path = path
         try:
             self._file = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+            # one writer alone: then WAL needs no memory shared between processes, which network file systems do not have
+            self._file.execute("PRAGMA locking_mode=EXCLUSIVE")
             self._file.execute("PRAGMA journal_mode=WAL")
             self._file.execute("PRAGMA synchronous=FULL")
             self._file.execute("CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL)")
@@ -38,6 +40,8 @@ class Journal:
                 "(number INTEGER PRIMARY KEY, at_s REAL NOT NULL, unix_s REAL NOT NULL, event TEXT NOT NULL)"
             )
             found = self.fact("format") or self.keep("format", _FORMAT)
+        except sqlite3.OperationalError as error:  # a full or broken disk, a lock: not the journal's fault
+            raise JournalError(f"{path} cannot be opened now ({error}); make room on its disk, or look for another driver") from error
         except sqlite3.DatabaseError as error:
             raise RunFolderError(f"{path} is no journal of a job ({error}); move it away, or choose another --run-folder") from error
         if found != _FORMAT:
@@ -73,8 +77,11 @@ class Journal:
         return None if row is None else str(row[0])
 
     def keep(self, name: str, value: str) -> str:
-        """Keep something by name, in place of what was there; returns it."""
-        self._file.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
+        """Keep something by name, in place of what was there; returns it. Raises JournalError."""
+        try:
+            self._file.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
+        except sqlite3.Error as error:
+            raise JournalError(f"{self._path} cannot be written ({error}); make room on its disk") from error
         return value
 
     def close(self) -> None:

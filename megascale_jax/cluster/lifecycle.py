@@ -47,7 +47,7 @@ JOB_MOVES: Mapping[Phase, frozenset[Phase]] = {
     Phase.REPLACING: frozenset({Phase.RESTORING, Phase.STOPPED, Phase.FAILED}),
     Phase.RESTORING: frozenset({Phase.RUNNING, Phase.SUSPENDED, Phase.STOPPING, Phase.FINISHED, Phase.FAILED}),
     Phase.RUNNING: frozenset({Phase.SUSPENDED, Phase.STOPPING, Phase.FINISHED, Phase.FAILED}),
-    Phase.SUSPENDED: frozenset({Phase.DIAGNOSING, Phase.REPLACING, Phase.STOPPED, Phase.FAILED}),
+    Phase.SUSPENDED: frozenset({Phase.STOPPING, Phase.DIAGNOSING, Phase.REPLACING, Phase.STOPPED, Phase.FAILED}),
     Phase.DIAGNOSING: frozenset({Phase.REPLACING, Phase.STOPPED, Phase.FAILED}),
     Phase.STOPPING: frozenset({Phase.STOPPED, Phase.FINISHED}),
     Phase.FINISHED: frozenset(),

@@ -19,8 +19,9 @@ def cause_nodes(suspicions: tuple[Suspicion, ...]) -> tuple[str, ...]:
 
 def suspended(state: State, at_s: float, suspicions: tuple[Suspicion, ...], step: int) -> State:
     """Begin an incident."""
-    saves_first = any(one.rule in (OPERATOR, GROW) for one in suspicions)
     rewind = next((one.rewind for one in suspicions if one.rewind is not None), None)
+    # what is given up by a rewind is not worth a save, and saving it would let retention take what the run is to go back to
+    saves_first = rewind is None and any(one.rule in (OPERATOR, GROW) for one in suspicions)
     incident = Incident(
         number=len(state.incidents) + 1,
         suspicions=suspicions,
@@ -30,9 +31,7 @@ def suspended(state: State, at_s: float, suspicions: tuple[Suspicion, ...], step
         is_planned=saves_first,
         rewind=rewind,
     )
-    fruitless = state.fruitless
-    if not saves_first:
-        fruitless = 0 if state.best_step > state.last_best_step else state.fruitless + 1
+    fruitless = 0 if state.best_step > state.last_best_step else state.fruitless + (0 if saves_first else 1)
     update = {"incidents": (*state.incidents, incident), "fruitless": fruitless, "last_best_step": state.best_step, "idle": frozenset()}
     if rewind is not None:
         update["rewinds"] = (*state.rewinds, rewind)

@@ -197,7 +197,7 @@ def _diagnosed(state: State, event: Diagnosed, config: ClusterConfig) -> State:
     if config.evict_on_corruption:
         for name in cause_nodes(tuple(one for one in incident.suspicions if one.rule == CORRUPTION)):
             state = evicted(state, name, "its copy of the training state was wrong", event.at_s, config)
-    for name in cause_nodes(incident.suspicions):
+    for name in _blamed(state, incident.suspicions):
         node = state.nodes.get(name)
         if node is not None and node.status != NodeStatus.EVICTED and len(recent(node.faults_s, event.at_s, config)) >= config.strikes:
             state = evicted(state, name, f"{config.strikes} faults within {config.strike_window_s:.0f} s", event.at_s, config)
@@ -208,13 +208,20 @@ def _with_faults(state: State, event: Diagnosed, config: ClusterConfig) -> State
     """Count one against each node that is named and that no check found bad; a loss was counted when it came."""
     incident = state.incident
     assert incident is not None, "only an incident is diagnosed"
+    blamed = _blamed(state, incident.suspicions)
     for suspicion in incident.suspicions:
         name = suspicion.node
-        if name is None or not suspicion.is_primary or name in event.bad or suspicion.rule == MISSED_BEATS or name not in state.nodes:
+        if name not in blamed or not suspicion.is_primary or name in event.bad or suspicion.rule == MISSED_BEATS or name not in state.nodes:
             continue
         faults = recent(state.nodes[name].faults_s, event.at_s, config)
         state = moved(state, name, state.nodes[name].status, faults_s=(*faults, event.at_s))
     return state
+
+
+def _blamed(state: State, suspicions: tuple[Suspicion, ...]) -> tuple[str, ...]:
+    """Nodes that the primary suspicions name, unless these are most of the job: then it is the program, its data or its storage."""
+    named = cause_nodes(suspicions)
+    return named if 2 * len(named) <= len(state.seats) else ()
 
 
 def _advanced(state: State, event: Advanced) -> State:
@@ -222,7 +229,7 @@ def _advanced(state: State, event: Advanced) -> State:
     if state.phase != Phase.RESTORING:
         return state
     if state.incident is not None:
-        state = with_incident(state, restored_s=event.at_s, resumed_step=event.step - 1)
+        state = with_incident(state, restored_s=event.at_s, resumed_step=event.resumed_step)
     return to_phase(state, Phase.RUNNING, event.at_s)
 
 
@@ -262,6 +269,8 @@ def _ordered(state: State, event: Ordered, config: ClusterConfig) -> State:
     if event.action == "stop":
         if state.phase in ACTIVE:
             return to_phase(state.model_copy(update={"idle": frozenset()}), Phase.STOPPING, event.at_s)
+        if state.phase == Phase.SUSPENDED and is_planned(state):  # its processes are saving
+            return to_phase(state, Phase.STOPPING, event.at_s)
         return state if state.phase == Phase.STOPPING else to_phase(state, Phase.STOPPED, event.at_s, outcome=f"stopped by {event.by}")
     if event.action in ("restart", "rewind"):
         if state.phase not in ACTIVE or (event.action == "rewind") != (event.rewind is not None):

@@ -9,13 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _DETACH = 2
+_NO_SPECIAL_FILES = 2 | 4
+"""MS_NOSUID and MS_NODEV."""
 _TRIES = 100
 
 
 def mount_small_disk(folder: Path, num_bytes: int) -> bool:
     """Mount a tmpfs of that size on an empty folder; False where that is not allowed."""
     library = ctypes.CDLL(None, use_errno=True)
-    return library.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, f"size={num_bytes}".encode()) == 0
+    return library.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", _NO_SPECIAL_FILES, f"size={num_bytes},mode=0700".encode()) == 0
 
 
 def unmount(folder: Path) -> None:

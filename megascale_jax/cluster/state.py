@@ -174,6 +174,8 @@ class Advanced(_Event):
     kind: Literal["advanced"] = "advanced"
     attempt: int
     step: int
+    resumed_step: int = 0
+    """From which the attempt went on."""
     saved_step: int
 
 

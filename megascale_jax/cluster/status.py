@@ -3,15 +3,23 @@
 from typing import Any
 
 from megascale_jax.cluster.driver import Driver
-from megascale_jax.cluster.state import State
+from megascale_jax.cluster.state import Incident, State
 from megascale_jax.cluster.story import summed_up
 
 STEADY = {"step": 1000}
 """Passes of a process that has been training for a while."""
 _TOLD = {"rank", "pid", "state", "exit_code", "signal", "step", "section", "in_section_s", "loss", "saved_step", "durable_step", "step_s"}
 """Of a process; thousands of them must fit into one answer (`link/wire.py`)."""
+_SUSPICIONS = 8
+"""Of an incident: on a large job all ranks may have one."""
 _SHOWN = 20
 """Incidents in a status: an answer has a limited size, and the journal has them all."""
+
+
+def _incident(incident: Incident) -> dict[str, Any]:
+    shown = [one for one in incident.suspicions if one.is_primary][:_SUSPICIONS]
+    told = incident.model_copy(update={"suspicions": tuple(shown), "named": incident.named[:_SUSPICIONS]})
+    return told.model_dump(mode="json") | {"num_suspicions": len(incident.suspicions), "text": summed_up(incident)}
 
 
 def status_of(driver: Driver) -> dict[str, Any]:
@@ -36,7 +44,7 @@ def status_of(driver: Driver) -> dict[str, Any]:
             for name, node in state.nodes.items()
         },
         "num_incidents": len(state.incidents),
-        "incidents": [incident.model_dump(mode="json") | {"text": summed_up(incident)} for incident in state.incidents[-_SHOWN:]],
+        "incidents": [_incident(incident) for incident in state.incidents[-_SHOWN:]],
         "observed": [[at_s, text] for at_s, text in driver.observed],
         "step_limit_s": driver.watcher.limits.limit_s("step", STEADY),
         "alarms": list(state.alarms),

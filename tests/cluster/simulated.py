@@ -244,7 +244,7 @@ class World:
 
     def _report(self, sim: SimNode) -> ProcessReport:
         steps = max(0, sim.passes - 1)
-        state = "exited" if sim.process == "exited" else "stopped" if sim.hangs == "stopped" else "running"
+        state = "exited" if sim.process == "exited" else sim.hangs if sim.hangs in ("stopped", "zombie") else "running"
         behind, usual = ("restore", "compile") if sim.passes == 0 else ("data", "step")
         section = behind if sim.hangs == "behind" else usual
         rank = sim.wanted.assignment.rank if sim.wanted and sim.wanted.assignment else 0

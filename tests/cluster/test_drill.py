@@ -107,7 +107,8 @@ def test_a_fault_that_is_to_end_by_itself_is_undone_before_recovery_counts(run):
 
 def test_training_that_need_not_stop_may_be_seen_by_a_rule(run):
     for job, note in ((FakeJob(observed=("step_drift: slower",)), ""), (FakeJob(), "step_drift did not see it")):
-        assert run(job, Fault(hurts(job), interrupts=False, looks_for="step_drift")).note == note
+        record = run(job, Fault(hurts(job), interrupts=False, looks_for="step_drift"))
+        assert (record.note, record.recovered) == (note, not note)
 
 
 def test_what_must_interrupt_and_does_not_has_not_recovered(run):
@@ -115,6 +116,12 @@ def test_what_must_interrupt_and_does_not_has_not_recovered(run):
     record = run(job, Fault(hurts(job)))
     assert not record.recovered and record.note == "not over after 300 s"
     assert summary([record])["injected"] == 1 and summary([record])["recovered"] == 0
+
+
+def test_an_incident_that_another_cut_short_is_over_with_it(run) -> None:
+    job = FakeJob(incident(1, 103.0, ["node-1"], restored_s=None, replaced_s=None), incident(2, 106.0, ["node-1"]))
+    record = run(job, Fault(hurts(job)))
+    assert (record.recovered, record.interruptions, record.detected_s, record.total_s) == (True, 2, 3.0, 10.0)
 
 
 def test_a_fault_that_lacks_something_is_refused_and_not_drawn(run):

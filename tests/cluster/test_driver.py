@@ -1,17 +1,21 @@
 """The real driver and its rules against a cluster on virtual time."""
 
 import json
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import Phase as HypothesisPhase
 
+from megascale_jax.cluster.anomaly import NodeView, Watcher
+from megascale_jax.cluster.counters import read_counters
 from megascale_jax.cluster.diagnose.checks import Outcome
 from megascale_jax.cluster.journal import Journal
 from megascale_jax.cluster.lifecycle import NodeStatus, Phase
+from megascale_jax.cluster.limits import Limits as SectionLimits
 from megascale_jax.cluster.link.wire import Limits, write_message
-from megascale_jax.cluster.messages import Answer, Hello
+from megascale_jax.cluster.messages import Answer, Beat, Hello
 from megascale_jax.cluster.state import Ordered, Shape
 from megascale_jax.cluster.status import status_of
 from megascale_jax.config.cluster import ClusterConfig, FloorsConfig
@@ -341,3 +345,25 @@ def test_status_of_thousands_of_nodes_fits_into_one_answer(world) -> None:
     driver.beats, driver._heard_s = dict.fromkeys(names, beat), dict.fromkeys(names, world.now)
     answer = Answer(is_done=True, text="running", status=json.loads(json.dumps(status_of(driver))))
     assert len(write_message(answer)) < min(Limits().answer_bytes, Limits().queue_bytes) / 4
+
+
+def test_a_process_whose_main_thread_alone_has_ended_is_found(world) -> None:
+    world.sims["node-2"].hangs = "zombie"
+    world.until_step(20)
+    assert [incident.named for incident in world.driver.state.incidents] == [("node-2",)]
+    assert "main thread ended" in world.driver.state.incidents[0].suspicions[0].detail
+
+
+def test_a_node_whose_traffic_falls_is_observed() -> None:
+    watcher, lines = Watcher(CONFIG, SectionLimits.of(CONFIG)), []
+    sent = {"node-0": 0.0, "node-1": 0.0}
+    for second in range(200):
+        for name in sent:
+            sent[name] += 1e6 if name == "node-0" or second < 100 else 1e3
+        views = [
+            NodeView(name, Beat(attempt=1, is_idle=True, processes=(), counters={"nic.eth0.rx_bytes": moved, "disk.free_bytes": 1.0}), 0.0)
+            for name, moved in sent.items()
+        ]
+        lines += watcher.examine(float(second), 1, views).observed
+    assert {(one.rule, one.node) for one in lines} == {("traffic", "node-1")}
+    assert any(name.startswith("nic.") and name.endswith(".rx_bytes") for name in read_counters(Path("/"))), "the names are those of beats"

@@ -47,7 +47,7 @@ def test_sigterm_stops_the_job_unless_another_driver_follows(tmp_path, leaves, p
 
         async def story() -> Driver:
             asyncio.get_running_loop().call_later(0.3, os.kill, os.getpid(), signal.SIGTERM)
-            return await drive(tmp_path, security, ("127.0.0.1", 0), make, Rule(), lambda line: None, leaves=leaves)
+            return await drive(tmp_path, security, ("127.0.0.1", 0), make, Rule(), lambda line: None, saved=list, leaves=leaves)
 
         driver = asyncio.run(asyncio.wait_for(story(), 20))
     assert driver.state.phase == phase

@@ -3,7 +3,7 @@
 import pytest
 
 from megascale_jax.cluster.journal import Journal, JournalClock
-from megascale_jax.cluster.lifecycle import JOB_MOVES, IllegalMoveError, NodeStatus, Phase, check_phase
+from megascale_jax.cluster.lifecycle import ENDS, JOB_MOVES, IllegalMoveError, NodeStatus, Phase, check_phase
 from megascale_jax.cluster.policy import apply, deadline, desired, first_state, looks_again_at
 from megascale_jax.cluster.seats import shapes_of
 from megascale_jax.cluster.state import (
@@ -53,7 +53,7 @@ class Story:
         return self.on(Lost(at_s=self.now_s, node=node, incarnation=incarnation, reason="silent", step=self.state.best_step))
 
     def advance(self, step: int) -> State:
-        return self.on(Advanced(at_s=self.now_s, attempt=self.state.attempt, step=step, saved_step=0))
+        return self.on(Advanced(at_s=self.now_s, attempt=self.state.attempt, step=step, saved_step=0, resumed_step=step - 1))
 
     def suspect(self, *nodes: str, rule: str = "exit", step: int = 0) -> State:
         suspicions = tuple(Suspicion(rule=rule, node=node) for node in nodes)
@@ -315,3 +315,44 @@ def test_the_clock_goes_on_where_the_journal_ended() -> None:
     ticks = iter([100.0, 103.0])
     clock = JournalClock(50.0, lambda: next(ticks))
     assert clock.now() == 53.0
+
+
+def test_what_most_nodes_have_is_no_fault_of_theirs() -> None:
+    """A checkpoint that cannot be read, or a full storage, ends every process: nobody is evicted, and the budget ends the job."""
+    story = Story(nodes=4, spares=2)
+    story.advance(5)
+    for _ in range(CONFIG.fruitless_recoveries + 1):
+        if story.state.phase in ENDS:
+            break
+        story.after(30)
+        story.suspect("node-0", "node-1", "node-2", "node-3", step=5)
+        story.settle_down()
+        story.diagnosed()
+    assert (story.state.phase, story.state.exit_code) == (Phase.FAILED, 20)
+    assert not any(node.status == NodeStatus.EVICTED or node.faults_s for node in story.state.nodes.values())
+
+
+def test_progress_between_planned_interruptions_counts() -> None:
+    story = Story(nodes=2)
+    story.advance(5)
+    for _ in range(CONFIG.fruitless_recoveries - 1):
+        story.after(4000)
+        story.suspect("node-1", step=5)
+        story.settle_down()
+        story.diagnosed()
+        story.advance(5)
+    story.advance(500)
+    story.on(Ordered(at_s=story.now_s, action="restart", by="ada", step=500))
+    story.settle_down()
+    story.after(4000).advance(501)
+    story.suspect("node-1", step=501)
+    assert story.settle_down().phase == Phase.DIAGNOSING, "it has come 495 steps further since"
+
+
+def test_a_stop_waits_for_the_save_of_a_planned_interruption() -> None:
+    story = Story(nodes=2)
+    story.advance(5)
+    story.on(Ordered(at_s=1.0, action="restart", by="ada", step=5))
+    assert story.on(Ordered(at_s=2.0, action="stop", by="ada", step=5)).phase == Phase.STOPPING
+    assert desired(story.state, "node-0", CONFIG).stop_grace_s == CONFIG.save_s
+    assert story.settle_down().phase == Phase.STOPPED

@@ -83,7 +83,7 @@ def test_what_was_reached_before_a_rewind_does_not_count_after_it(world) -> None
 
 def test_an_admin_may_rewind_by_hand_and_the_audit_log_has_it(world) -> None:
     log, answers = [], []
-    control = Control(SimpleNamespace(append=lambda *entry: log.append(entry)), operators.Rule())
+    control = Control(SimpleNamespace(append=lambda *entry: log.append(entry)), operators.Rule(), lambda: [15, 25])
     control.driver = world.driver
 
     def order(role: Role, rewind: tuple[int, int, int] | None) -> None:
@@ -92,10 +92,13 @@ def test_an_admin_may_rewind_by_hand_and_the_audit_log_has_it(world) -> None:
     order(Role.OPERATE, (15, 200, 240))
     order(Role.ADMIN, None)
     order(Role.ADMIN, (15, 240, 240))
-    assert [answer.is_done for answer in answers] == [False] * 3 and world.driver.state.phase == Phase.RUNNING
+    order(Role.ADMIN, (14, 200, 240))
+    assert "no checkpoint of step 14 or before is on storage, only of 15, 25" in answers[-1].text
+    assert [answer.is_done for answer in answers] == [False] * 4 and world.driver.state.phase == Phase.RUNNING
     order(Role.ADMIN, (15, 200, 240))
     assert answers[-1].is_done and log[-1][3]["rewind"] == [15, 200, 240]
-    assert desired(world.driver.state, "node-0", ACT).stop_grace_s == ACT.save_s, "as for every order, processes end in good order"
+    wanted = desired(world.driver.state, "node-0", ACT)
+    assert wanted.stop_grace_s == 0.0, "a save of what is given up would have retention take what the run is to go back to"
     world.until_running()
     assert world.driver.state.rewinds == ((15, 200, 240),) and world.rewinds == [(15, 200, 240)]
     assert world.driver.state.incidents[-1].resumed_step in (15, 16)
