@@ -23,7 +23,21 @@ from megascale_jax.cluster.lifecycle import ENDS, NodeStatus, Phase
 from megascale_jax.cluster.messages import Beat, Desired, Diagnosis, Hello
 from megascale_jax.cluster.policy import ACTIVE, apply, deadline, desired, first_state, looks_again_at
 from megascale_jax.cluster.reports import ProcessReport
-from megascale_jax.cluster.state import Advanced, Anomaly, Elapsed, Ended, Event, Idle, Joined, Lost, Restored, Shape, State, Suspicion
+from megascale_jax.cluster.state import (
+    Advanced,
+    Anomaly,
+    Elapsed,
+    Ended,
+    Event,
+    Idle,
+    Joined,
+    Lost,
+    Ordered,
+    Restored,
+    Shape,
+    State,
+    Suspicion,
+)
 from megascale_jax.cluster.story import told
 from megascale_jax.cluster.supply import Supply
 from megascale_jax.config.cluster import ClusterConfig
@@ -148,6 +162,8 @@ class Driver:
         with self._journaled():
             self._look()
         with self._journaled():
+            for name in self.supply.taken_back(self.state):
+                self.record(Ordered(at_s=self.clock.now(), action="uncordon", node=name, by="the cluster", step=self.step))
             for name in self.supply.keep(self.state):
                 self.record(Restored(at_s=self.clock.now(), node=name))
         self.tell()

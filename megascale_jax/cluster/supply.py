@@ -48,6 +48,15 @@ class Supply:
             self._backend.ensure(name)
         return is_back
 
+    def taken_back(self, state: State) -> list[str]:
+        """Evicted nodes whose machines were put back into service without the driver."""
+        lifted = self._backend.taken_back().items()
+        return [
+            name
+            for name, machine in lifted
+            if (node := state.nodes.get(name)) and (node.status, node.machine) == (NodeStatus.EVICTED, machine)
+        ]
+
     def release(self) -> None:
         """The job is over: end executors that did not hear of it."""
         for name in self._names:

@@ -109,6 +109,9 @@ class World:
     def restore(self, name: str, machine: str) -> None:
         pass
 
+    def taken_back(self) -> dict[str, str]:
+        return {}
+
     def release(self, name: str) -> None:
         self.remove(name, "", "")
 

@@ -42,6 +42,10 @@ class Backend(Protocol):
         """Take a removed node back into service. Raises BackendError."""
         ...
 
+    def taken_back(self) -> Mapping[str, str]:
+        """Removed nodes, with their machines, that somebody has put back into service without the driver; each until it is restored."""
+        ...
+
     def release(self, name: str) -> None:
         """The job is over: end the executor if it is still there. Raises BackendError."""
         ...

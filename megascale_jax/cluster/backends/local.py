@@ -82,6 +82,10 @@ class LocalBackend:
     def restore(self, name: str, machine: str) -> None:
         """Nothing to do: `ensure` starts it again."""
 
+    def taken_back(self) -> Mapping[str, str]:
+        """Nobody can put a process back without the driver."""
+        return {}
+
     def release(self, name: str) -> None:
         """End the executor, as in `remove`."""
         if (child := self._children.get(name)) is not None:

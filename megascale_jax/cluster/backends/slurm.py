@@ -185,6 +185,10 @@ class SlurmBackend:
         """Resume the node if a driver has drained it."""
         self._worker.resume(name)
 
+    def taken_back(self) -> Mapping[str, str]:
+        """A node that others resume has to be taken back with `megascale job uncordon`."""
+        return {}
+
     def release(self, name: str) -> None:
         """End the step if it is still there. Waits for Slurm, some seconds in all, since the job is over."""
         if self._end_s is None:

@@ -42,9 +42,9 @@ _CONTENT_TYPES = {
 class Refusal(Exception):
     """An answer that is no success."""
 
-    def __init__(self, status: int, message: str):
+    def __init__(self, status: int, message: str, after_s: int | None = None, cause: str = ""):
         super().__init__(message)
-        self.status = status
+        self.status, self.after_s, self.cause = status, after_s, cause
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ class FakeKubernetes:
     violations: list[str] = field(default_factory=list)
     """Requests that no well-behaved client makes."""
     url: str = ""
+    driver_restarts: int = 3
     pods: dict[str, Object] = field(default_factory=dict)
     nodes: dict[str, Object] = field(default_factory=dict)
 
@@ -103,6 +104,13 @@ class FakeKubernetes:
         """Of the pod of a node: running, waiting or terminated."""
         with self.lock:
             self.pod_of(name)["status"]["containerStatuses"] = [{"name": "executor", "state": {state: {}}}]
+
+    def set_cordon(self, name: str, is_cordoned: bool) -> None:
+        """As `kubectl cordon` and `kubectl uncordon` do."""
+        with self.lock:
+            node = self.nodes[name]
+            node["spec"] = {"unschedulable": True} if is_cordoned else {}
+            node["metadata"]["resourceVersion"] = self._next()
 
     def pod_of(self, node: str) -> Object:
         """The newest pod of a node of the job."""
@@ -184,6 +192,9 @@ class FakeKubernetes:
 
     def _list(self, query: Mapping[str, list[str]]) -> Object:
         wanted = dict(part.split("=", 1) for part in query.get("labelSelector", [""])[0].split(",") if part)
+        if wanted == pod_labels(self.plan, "driver"):
+            status = {"phase": "Running", "containerStatuses": [{"name": "driver", "restartCount": self.driver_restarts}]}
+            return {"kind": "PodList", "metadata": {}, "items": [{"metadata": {}, "spec": {}, "status": status}]}
         if wanted != pod_labels(self.plan, "executor"):
             self.violations.append(f"pods selected by {wanted}")
         first, limit = int(query.get("continue", ["0"])[0]), int(query["limit"][0])
@@ -197,7 +208,7 @@ class FakeKubernetes:
         version = body.get("metadata", {}).pop("resourceVersion", None)
         if version != node["metadata"]["resourceVersion"]:
             raise Refusal(409, f'Operation cannot be fulfilled on nodes "{name}": the object has been modified')
-        if set(body) - {"metadata", "spec"} or set(body["metadata"]) - {"annotations"} or set(body["spec"]) - {"unschedulable"}:
+        if set(body) - {"metadata", "spec"} or set(body["metadata"]) - {"annotations"} or set(body.get("spec", ())) - {"unschedulable"}:
             self.violations.append(f"a patch of {body}")
         _merge(node, body)
         node["metadata"]["resourceVersion"] = self._next()
@@ -213,7 +224,7 @@ class FakeKubernetes:
             raise Refusal(409, "Precondition failed: UID in precondition is another")
         standing = [one for one in self.pods.values() if one["status"]["phase"] == "Running" and "deletionTimestamp" not in one["metadata"]]
         if asks and pod in standing and len(standing) - 1 < self.min_available:
-            raise Refusal(429, "Cannot evict pod as it would violate the pod's disruption budget.")
+            raise Refusal(429, "Cannot evict pod as it would violate the pod's disruption budget.", 10, cause="DisruptionBudget")
         metadata["deletionTimestamp"] = "2026-11-30T00:00:00Z"
         self.done.append(Done("evict" if asks else "delete", "pods", name, machine, options))
         if options.get("gracePeriodSeconds") == 0:
@@ -262,12 +273,15 @@ def _handler(fake: FakeKubernetes) -> type[BaseHTTPRequestHandler]:
             if fault == "drop":
                 self.close_connection = True
                 return
+            after_s = None
             try:
                 if fault.isdecimal():
-                    raise Refusal(int(fault), "a fault")
+                    raise Refusal(int(fault), "a fault", 1 if fault == "429" else None)
                 status, answer = 200, json.dumps(fake.answer(self.command, self.path, self.headers, content))
             except Refusal as refusal:
-                status, answer = refusal.status, json.dumps({"kind": "Status", "status": "Failure", "message": str(refusal)})
+                details = {"causes": [{"reason": refusal.cause, "message": str(refusal)}]} if refusal.cause else {}
+                said = {"kind": "Status", "status": "Failure", "message": str(refusal), "details": details}
+                status, answer, after_s = refusal.status, json.dumps(said), refusal.after_s
             if fault == "garbage":
                 answer = "<html>a proxy</html>"
             if fault == "lost":  # carried out, and nobody hears of it
@@ -276,8 +290,8 @@ def _handler(fake: FakeKubernetes) -> type[BaseHTTPRequestHandler]:
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(answer)))
-            if status == 429:
-                self.send_header("Retry-After", "10")
+            if after_s is not None:
+                self.send_header("Retry-After", str(after_s))
             self.end_headers()
             with suppress(OSError):  # a client that waits no longer
                 self.wfile.write(answer.encode())

@@ -87,12 +87,54 @@ def test_requests_that_come_again_change_nothing(bench) -> None:
 
 def test_a_pod_that_is_elsewhere_already_stays(bench) -> None:
     machine = bench.fake.machine_of("node-1")
-    free = next(name for name in bench.fake.nodes if name not in {bench.fake.machine_of(f"node-{index}") for index in range(4)})
-    bench.backend.remove("node-1", free, "bad")
+    bench.looks()
+    bench.fake.set_ready(machine, False)
+    del bench.fake.pods[bench.fake.pod_of("node-1")["metadata"]["name"]]
+    bench.looks()
+    elsewhere = bench.fake.machine_of("node-1")
+    bench.backend.remove("node-1", machine, "bad")
     bench.looks(2)
-    assert bench.fake.machine_of("node-1") == machine
-    assert bench.cordoned() == [free]
+    assert bench.fake.machine_of("node-1") == elsewhere != machine
+    assert bench.cordoned() == [machine], "it was there"
     assert not bench.fake.changes("evict")
+
+
+def test_a_machine_that_an_executor_only_claims_to_be_on_is_not_cordoned(bench) -> None:
+    bench.backend.remove("node-1", bench.fake.machine_of("node-2"), "bad")
+    bench.looks(3)
+    assert not bench.fake.done
+    assert "no pod of node-1 was seen there" in bench.backend.facts()["node-1"]
+    assert not bench.backend.is_busy
+
+
+def test_a_machine_that_somebody_uncordons_is_taken_back(bench) -> None:
+    machine = bench.fake.machine_of("node-1")
+    bench.backend.remove("node-1", machine, "bad")
+    bench.looks(2)
+    assert not bench.backend.taken_back()
+    bench.fake.set_cordon(machine, False)
+    for backend in (bench.backend, KubernetesBackend(bench.backend._cluster, clock=bench.clock)):  # this driver's, and the next one's
+        bench.backend = backend
+        backend.remove("node-1", machine, "bad")
+        bench.looks(3)
+        assert backend.taken_back() == {"node-1": machine}
+        assert bench.cordoned() == []
+        assert len(bench.fake.changes("evict")) == 1
+    bench.backend.restore("node-1", machine)
+    bench.fake.set_cordon(machine, True)
+    bench.looks()
+    assert bench.fake.nodes[machine]["metadata"]["annotations"] == {}, "history is not taken for a cordon that was lifted"
+    assert bench.cordoned() == [machine], "that cordon is somebody else's"
+    assert not bench.backend.taken_back()
+
+
+def test_an_annotation_of_an_eviction_before_hides_no_new_one(bench) -> None:
+    machine = bench.fake.machine_of("node-1")
+    bench.fake.nodes[machine]["metadata"]["annotations"] = {CORDONED_BY: JOB, REASON: "disk: no space"}
+    bench.backend.remove("node-1", machine, "gpu: lost")
+    bench.looks(2)
+    assert bench.cordoned() == [machine]
+    assert bench.fake.nodes[machine]["metadata"]["annotations"][REASON] == "gpu: lost"
 
 
 def test_a_pod_that_was_replaced_under_way_is_not_taken_for_the_old_one(bench) -> None:
@@ -129,6 +171,36 @@ def test_a_budget_that_refuses_for_too_long_is_overruled(bench) -> None:
     assert bench.fake.machine_of("node-0") != machine
     assert not bench.fake.changes("evict")
     assert "gracePeriodSeconds" not in bench.fake.done[-1].body, "it may still end by itself"
+
+
+def test_a_server_that_is_asked_too_much_is_no_budget_that_refuses(bench) -> None:
+    """Status 429 without the budget's cause is waited out, and never leads to a deletion."""
+    machine = bench.fake.machine_of("node-0")
+    bench.backend.remove("node-0", machine, "bad")
+    while bench.clock.now < 1000 + 2 * EVICT_S:
+        bench.fake.faults.extend(["", "", "", "", "429"] if not bench.cordoned() else ["", "", "", "429"])
+        bench.looks()
+        bench.fake.faults.clear()
+    assert not bench.fake.changes("delete")
+    assert bench.fake.machine_of("node-0") == machine
+    bench.looks(3)
+    assert (len(bench.fake.changes("evict")), bench.fake.changes("delete")) == (1, [])
+
+
+def test_a_server_is_not_asked_before_it_wants_to_be(bench) -> None:
+    bench.fake.faults.append("429")
+    bench.backend.look()
+    bench.backend.look()
+    assert not bench.fake.asked
+    bench.looks()
+    assert bench.fake.asked
+
+
+def test_how_often_the_driver_was_restarted_is_told(bench) -> None:
+    bench.fake.driver_restarts = 7
+    assert bench.backend.facts()["driver restarts"].startswith("unknown")
+    bench.looks()
+    assert bench.backend.facts()["driver restarts"] == "7 of at most 200"
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
@@ -276,6 +348,8 @@ STEPS = st.one_of(
     st.tuples(st.just("away"), MACHINES),
     st.tuples(st.just("back"), MACHINES),
     st.tuples(st.just("person"), MACHINES),
+    st.tuples(st.just("lift"), MACHINES),
+    st.tuples(st.just("restart")),
     st.tuples(st.just("fault"), st.lists(st.sampled_from(["500", "409", "410", "404", "429", "drop", "lost", "garbage", ""]), max_size=4)),
 )
 
@@ -308,6 +382,11 @@ class Story:
         self.removed: set[str] = set()
         self.restored: set[str] = set()
         self.away: set[str] = set()
+        self.touched: set[str] = set()
+        self.lifted: dict[str, int] = {}
+        """Machine of this job's cordon, uncordoned by a person -> changes before that."""
+        self.was_there: set[str] = set()
+        """Nodes with a pod on the machine that is to be removed, and that this backend has seen there."""
 
     def play(self, step: tuple[Any, ...]) -> None:
         fake, backend = self.fake, self.bench.backend
@@ -315,6 +394,10 @@ class Story:
             case ("remove", node, machine):
                 machine = machine or fake.machine_of(node) or "machine-0"
                 backend.remove(node, machine, "bad")
+                if self.wanted.get(node) != machine:
+                    self.was_there.discard(node)
+                if fake.machine_of(node) == machine:
+                    self.was_there.add(node)
                 self.wanted[node] = machine
                 self.removed.add(machine)
             case ("restore", node, machine):
@@ -334,8 +417,17 @@ class Story:
                 fake.set_ready(machine, step[0] == "back")
                 self.away.add(machine)
             case ("person", machine) if machine in fake.nodes:
-                fake.nodes[machine]["spec"]["unschedulable"] = True
-                fake.nodes[machine]["metadata"]["resourceVersion"] += "0"
+                fake.set_cordon(machine, True)
+            case ("lift", machine) if machine in fake.nodes:
+                if machine not in self.restored and CORDONED_BY in fake.nodes[machine]["metadata"].get("annotations", {}):
+                    self.lifted.setdefault(machine, len(fake.done))
+                self.touched.add(machine)
+                fake.set_cordon(machine, False)
+            case ("restart",):
+                self.bench.backend = KubernetesBackend(backend._cluster, clock=self.clock)
+                self.was_there.clear()
+                for node, machine in self.wanted.items():
+                    self.bench.backend.remove(node, machine, "bad")
             case ("fault", kinds):
                 fake.faults.extend(kinds)
             case _:
@@ -356,6 +448,9 @@ class Story:
         for name, node in fake.nodes.items():
             assert name in self.removed or not node["metadata"].get("annotations"), "cordoned without being asked"
         for node, machine in self.wanted.items():
-            if machine in fake.nodes and machine not in self.restored:
-                assert fake.nodes[machine]["spec"].get("unschedulable")
+            if machine in fake.nodes and machine not in self.restored | self.touched:
+                assert fake.nodes[machine]["spec"].get("unschedulable") or node not in self.was_there
                 assert fake.machine_of(node) != machine
+        for machine, before in self.lifted.items():
+            later = [one for one in fake.done[before:] if one.machine == machine]
+            assert machine in self.restored or not later, "a person has put it back into service"

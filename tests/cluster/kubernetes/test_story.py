@@ -1,6 +1,6 @@
 """The real driver over the Kubernetes backend, the official client and the API server of ours, on virtual time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 
@@ -12,6 +12,7 @@ from megascale_jax.cluster.diagnose.checks import Outcome
 from megascale_jax.cluster.lifecycle import NodeStatus, Phase
 from megascale_jax.cluster.messages import Hello
 from megascale_jax.cluster.state import Ordered
+from megascale_jax.cluster.status import status_of
 from tests.cluster.kubernetes.fake_kubernetes import FakeKubernetes
 from tests.cluster.simulated import SimNode, World
 from tests.cluster.test_driver import CONFIG
@@ -47,6 +48,12 @@ class PodWorld(World):
 
     def restore(self, name: str, machine: str) -> None:
         self.backend.restore(name, machine)
+
+    def taken_back(self) -> Mapping[str, str]:
+        return self.backend.taken_back()
+
+    def facts(self) -> Mapping[str, str]:
+        return self.backend.facts()
 
     def greet(self, sim: SimNode) -> None:
         machine = self.fake.machine_of(sim.name)
@@ -147,3 +154,38 @@ def test_an_operator_takes_an_evicted_node_back_before_it_has_moved(world) -> No
     assert world.run(60, lambda: world.fake.machine_of("node-5") == machine)
     assert world.run(20, lambda: world.driver.state.nodes["node-5"].status == NodeStatus.READY), world.lines[-5:]
     assert world.driver.state.phase == Phase.RUNNING
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_repaired_machine_is_taken_back_once_somebody_uncordons_it(world, is_restarted) -> None:
+    """Exactly as many machines as nodes: the pod can only come back to where it was."""
+    for name in world.fake.nodes:
+        if name not in {world.fake.machine_of(node) for node in world.names}:
+            world.fake.set_ready(name, False)
+    machine = world.fake.machine_of("node-2")
+    world.sims["node-2"].finds = (Outcome(check="disk", status="fail", reason="no space"),)
+    world.crash("node-2")
+    assert world.run(60, lambda: world.fake.machine_of("node-2") == "")
+    if is_restarted:
+        world.kill_driver()
+    world.fake.set_cordon(machine, False)
+    if is_restarted:
+        world.kill_driver()
+    assert world.run(60, lambda: world.driver.state.nodes["node-2"].status == NodeStatus.READY), world.lines[-10:]
+    assert world.run(30, lambda: not world.backend.is_busy)
+    for _ in range(2):
+        world.run(10)
+        world.kill_driver()
+    world.run(20)
+    assert world.driver.state.nodes["node-2"].status == NodeStatus.READY
+    assert world.fake.machine_of("node-2") == machine
+    assert world.fake.nodes[machine]["metadata"]["annotations"] == {}
+    assert len(world.fake.changes("evict")) == 1
+    assert [one.body["spec"] for one in world.fake.done if one.verb == "patch" and "spec" in one.body] == [{"unschedulable": True}]
+
+
+def test_status_tells_how_the_pods_are(world) -> None:
+    where = status_of(world.driver)["where"]
+    assert where["jobset"] == "team/run"
+    assert where["pods"].startswith("6 running")
+    assert where["driver restarts"] == "3 of at most 200"

@@ -3,6 +3,9 @@
 Requests are only noted, so the driver's tick never waits for an API server. A look lists the pods, then goes through what is to be done
 as the world is *now*: a machine that is cordoned already is left, a pod that is on another machine too. So a request may come again, a
 look may break off anywhere, and a conflict (409) or a pod that is gone (404) is answered by the next look.
+
+A machine out of service is looked at again and again: once somebody else has lifted its cordon (`kubectl uncordon`), it counts as repaired
+and is never cordoned again for the same eviction. The annotation on it says so to the next driver too.
 """
 
 import logging
@@ -13,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megascale_jax.cluster.backends.kubernetes.client import Cluster, Machine, Pod, RequestError
-from megascale_jax.cluster.backends.kubernetes.names import node_name
+from megascale_jax.cluster.backends.kubernetes.names import DRIVER_RESTARTS, node_name
 from megascale_jax.errors import BackendError
 
 LOOK_S = 3.0
@@ -25,6 +28,8 @@ STUCK_S = 30.0
 """A node that was missed for so long, and whose machine is away, has its pod deleted without a word of that machine."""
 EVICT_S = 60.0
 """Time for which a disruption budget may refuse; then the pod is deleted."""
+LONGEST_QUIET_S = 30.0
+"""For which the API server may say that it wants no requests."""
 
 _logger = logging.getLogger(__name__)
 
@@ -38,6 +43,11 @@ class _Task:
     is_removal: bool
     refused_s: float | None = None
     """When a disruption budget refused first."""
+    was_cordoned: bool = False
+    """The machine was seen cordoned, by whomever."""
+    is_lifted: bool = False
+    """Then somebody has uncordoned it."""
+    is_done: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,12 @@ class KubernetesBackend:
         self._living: set[str] = set()
         """Nodes whose executor was seen to run, and whose death has not been told."""
         self._dead: Counter[str] = Counter()
+        self._were_on: dict[str, set[str]] = {}
+        """Node -> machines that its pods were seen on."""
         self._troubles: dict[str, str] = {}
+        self._quiet_until_s = clock()
+        """The API server wants no requests before."""
+        self._driver_restarts: int | None = None
 
     def start(self) -> None:
         """Look from now on, in a thread that ends with the process."""
@@ -104,37 +119,39 @@ class KubernetesBackend:
         self._note(name, _Task(_known(name, machine), reason, is_removal=True))
 
     def restore(self, name: str, machine: str) -> None:
-        """Uncordon the machine if this job has cordoned it."""
+        """Uncordon the machine if this job has cordoned it, and take its annotations off."""
         self._note(name, _Task(_known(name, machine), "", is_removal=False))
 
     def release(self, name: str) -> None:
         """Nothing to do: the JobSet ends with its driver."""
 
+    def taken_back(self) -> Mapping[str, str]:
+        """Nodes of machines that were to be out of service, and that somebody has uncordoned himself."""
+        with self._lock:
+            return {name: task.machine for name, task in self._tasks.items() if task.is_removal and task.is_lifted}
+
     def facts(self) -> Mapping[str, str]:
-        """The JobSet, its pods, and what does not work."""
+        """The JobSet, its pods, how often its driver was restarted, and what does not work."""
         with self._lock:
             phases = Counter(pod.phase.lower() for pods in self._pods.values() for pod in pods)
             age = "never seen" if self._looked_s is None else f"{self._clock() - self._looked_s:.0f} s ago"
             pods = ", ".join(f"{number} {phase}" for phase, number in sorted(phases.items())) or "none"
-            return {"jobset": self._cluster.job, "pods": f"{pods} ({age})", **self._troubles}
+            restarts = "unknown" if self._driver_restarts is None else f"{self._driver_restarts} of at most {DRIVER_RESTARTS}"
+            return {"jobset": self._cluster.job, "pods": f"{pods} ({age})", "driver restarts": restarts, **self._troubles}
 
     @property
     def is_busy(self) -> bool:
         """Whether a request is not carried out yet."""
-        return bool(self._tasks)
+        with self._lock:
+            return any(not task.is_done for task in self._tasks.values())
 
     # What the thread does.
 
     def look(self) -> None:
         """See how things are, and do what is to be done. Takes as long as the API server does, within limits."""
-        try:
-            pods = self._cluster.pods()
-        except RequestError as error:
-            self._trouble("pods", str(error))
+        if self._clock() < self._quiet_until_s or not self._attempt("pods", self._list):
             return
-        self._trouble("pods", "")
         with self._lock:
-            self._see(pods)
             tasks, missed = dict(self._tasks), dict(self._missed)
         machines: dict[str, Machine | None] = {}
         for name, task in tasks.items():
@@ -143,13 +160,25 @@ class KubernetesBackend:
             if self._looked_s is not None and one.last_s + STALE_S < self._looked_s:
                 with self._lock:
                     self._missed.pop(name, None)
-            elif name not in tasks and one.last_s >= one.first_s + STUCK_S:
+            elif (name not in tasks or tasks[name].is_done) and one.last_s >= one.first_s + STUCK_S:
                 self._attempt(name, lambda name=name: self._free(name, machines))
+        if self._driver_restarts is None:  # it does not change while this driver lives
+            self._attempt("driver restarts", self._count_restarts)
+
+    def _list(self) -> None:
+        pods = self._cluster.pods()
+        with self._lock:
+            self._see(pods)
+
+    def _count_restarts(self) -> None:
+        self._driver_restarts = self._cluster.driver_restarts()
 
     def _see(self, pods: list[Pod]) -> None:
         self._looked_s, self._pods = self._clock(), {}
         for pod in pods:
             self._pods.setdefault(node_name(pod.index), []).append(pod)
+            if pod.machine:
+                self._were_on.setdefault(node_name(pod.index), set()).add(pod.machine)
         running = {name for name, found in self._pods.items() if any(pod.is_running for pod in found)}
         self._living |= running
         for name in self._living:
@@ -158,20 +187,39 @@ class KubernetesBackend:
     def _carry_out(self, name: str, task: _Task) -> None:
         machine = self._cluster.machine(task.machine)
         if task.is_removal:
-            if machine is not None and not machine.is_cordoned:
-                self._cluster.cordon(machine, task.reason)
-            here = [pod for pod in self._pods.get(name, ()) if pod.machine == task.machine and not pod.is_over]
-            for pod in here:
-                self._take_off(pod, machine, task)
-            is_done = not here
-        else:
-            if machine is not None and machine.is_cordoned and machine.cordoned_by == self._cluster.job:
+            self._take_out(name, task, machine)
+            return
+        if machine is not None and machine.cordoned_by == self._cluster.job:
+            if machine.is_cordoned and not task.is_lifted:
                 self._cluster.uncordon(machine)
-            is_done = True
-        if is_done:
-            with self._lock:
-                if self._tasks.get(name) is task:
-                    del self._tasks[name]
+            else:  # a cordon that is there now is somebody else's
+                self._cluster.forget(machine)
+        self._drop(name, task)
+
+    def _take_out(self, name: str, task: _Task, machine: Machine | None) -> None:
+        """Cordon, then evict; a machine that is out of service already is only looked at."""
+        if machine is not None and not machine.is_cordoned:
+            is_ours = machine.cordoned_by == self._cluster.job and machine.reason == Cluster.kept(task.reason)
+            if task.was_cordoned or is_ours:
+                task.is_lifted = task.is_done = True
+                return
+            if task.machine not in self._were_on.get(name, ()):
+                self._drop(name, task)
+                raise RequestError(f"machine {task.machine} is not cordoned: no pod of {name} was seen there, whatever its executor says")
+            self._cluster.cordon(machine, task.reason)
+        elif machine is not None:
+            task.was_cordoned, task.is_lifted = True, False
+        here = [pod for pod in self._pods.get(name, ()) if pod.machine == task.machine and not pod.is_over]
+        for pod in here:
+            self._take_off(pod, machine, task)
+        task.is_done = not here
+        if machine is None and task.is_done:
+            self._drop(name, task)
+
+    def _drop(self, name: str, task: _Task) -> None:
+        with self._lock:
+            if self._tasks.get(name) is task:
+                del self._tasks[name]
 
     def _take_off(self, pod: Pod, machine: Machine | None, task: _Task) -> None:
         """One step towards the end of a pod; the next look sees how far it went."""
@@ -185,10 +233,9 @@ class KubernetesBackend:
             try:
                 self._cluster.evict(pod)
             except RequestError as error:
-                if error.status in (429, 500):  # refused by a budget, or by more than one
-                    task.refused_s = now if task.refused_s is None else task.refused_s
-                if error.status != 429:
+                if not error.is_of_budget:
                     raise
+                task.refused_s = now if task.refused_s is None else task.refused_s
 
     def _free(self, name: str, machines: dict[str, Machine | None]) -> None:
         """Delete pods of machines that are away, so that the Job controller puts others elsewhere."""
@@ -201,14 +248,20 @@ class KubernetesBackend:
             if machine is None or not machine.is_ready:
                 self._cluster.delete(pod, at_once=True)
 
-    def _attempt(self, name: str, action: Callable[[], None]) -> None:
+    def _attempt(self, name: str, action: Callable[[], None]) -> bool:
+        """Whether it went well. What did not is tried again by the next look, or when the API server wants to hear of it."""
+        if self._clock() < self._quiet_until_s:
+            return False
         try:
             action()
-            self._trouble(name, "")
         except RequestError as error:
-            if error.status in (404, 409):  # it has changed meanwhile
-                return
-            self._trouble(name, str(error))
+            if error.after_s is not None:
+                self._quiet_until_s = self._clock() + min(error.after_s, LONGEST_QUIET_S)
+            if error.status not in (404, 409) or name == "pods":  # else it has changed meanwhile
+                self._trouble(name, str(error))
+            return False
+        self._trouble(name, "")
+        return True
 
     def _trouble(self, where: str, text: str) -> None:
         with self._lock:
@@ -216,12 +269,13 @@ class KubernetesBackend:
             if text:
                 self._troubles[where] = text
         if text and text != old:
-            _logger.warning("%s; it is tried again", text)
+            _logger.warning("%s", text)
 
     def _note(self, name: str, task: _Task) -> None:
         with self._lock:
             old = self._tasks.get(name)
             if old is None or (old.machine, old.is_removal) != (task.machine, task.is_removal):
+                task.is_lifted = not task.is_removal and old is not None and old.machine == task.machine and old.is_lifted
                 self._tasks[name] = task
         self._news.set()
 

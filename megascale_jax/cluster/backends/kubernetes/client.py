@@ -15,6 +15,7 @@ from kubernetes import client, config
 
 from megascale_jax.cluster.backends.kubernetes.names import (
     CORDONED_BY,
+    DRIVER,
     EXECUTOR,
     INDEX_ANNOTATION,
     JOBSET_LABEL,
@@ -29,16 +30,21 @@ _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _PAGE = 200
 """Pods in one answer: some 20 ms of reading JSON, during which no other thread runs."""
 _LONGEST_REASON = 1000
+_NO_NOTES = {CORDONED_BY: None, REASON: None}
+_SOON_S = 1.0
+"""When to ask a server again that is asked too much, and does not say when."""
 _JSON = {"Content-Type": "application/json"}
 """The client names no type by itself for the bodies of POST."""
 
 
 class RequestError(BackendError):
-    """A request failed. ``status``: as HTTP has it; ``None``: there was no answer."""
+    """A request failed. ``status``: as HTTP has it; ``None``: there was no answer. ``is_of_budget``: a disruption budget refuses an
+    eviction. ``after_s``: the server is asked too much, and wants to be asked again after so many seconds.
+    """
 
-    def __init__(self, text: str, status: int | None = None):
+    def __init__(self, text: str, status: int | None = None, *, is_of_budget: bool = False, after_s: float | None = None):
         super().__init__(text)
-        self.status = status
+        self.status, self.is_of_budget, self.after_s = status, is_of_budget, after_s
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,8 @@ class Machine:
     is_ready: bool
     is_cordoned: bool
     cordoned_by: str
+    reason: str
+    """Of the job that cordoned it, as it was kept."""
 
 
 class Cluster:
@@ -79,7 +87,7 @@ class Cluster:
     def __init__(self, api: client.ApiClient, namespace: str, jobset: str, *, limit_s: tuple[float, float] = _LIMIT_S, page: int = _PAGE):
         self.job = f"{namespace}/{jobset}"
         self._namespace, self._limit_s, self._page = namespace, limit_s, page
-        self._selector = f"{JOBSET_LABEL}={jobset},{ROLE_LABEL}={EXECUTOR}"
+        self._selectors = {role: f"{JOBSET_LABEL}={jobset},{ROLE_LABEL}={role}" for role in (DRIVER, EXECUTOR)}
         self._core = client.CoreV1Api(api)
 
     @classmethod
@@ -97,12 +105,21 @@ class Cluster:
 
     def pods(self) -> list[Pod]:
         """All executors' pods there are, as they were at one time. Status 410: that time is too long ago to read on."""
-        found: list[Pod] = []
+        return [_pod(item) for item in self._list(EXECUTOR)]
+
+    def driver_restarts(self) -> int:
+        """How often the driver was started again, as the Job controller counts it: in its pods that are there, and those that failed."""
+        statuses = [item.get("status", {}) for item in self._list(DRIVER)]
+        failed = sum(status.get("phase") == "Failed" for status in statuses)
+        return failed + sum(one.get("restartCount", 0) for status in statuses for one in status.get("containerStatuses", ()))
+
+    def _list(self, role: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
         rest: dict[str, Any] = {}
         while True:
-            options = {"label_selector": self._selector, "limit": self._page, **rest}
+            options = {"label_selector": self._selectors[role], "limit": self._page, **rest}
             answer = self._ask("list pods", self._core.list_namespaced_pod, self._namespace, **options)
-            found += [_pod(item) for item in answer["items"]]
+            found += answer["items"]
             if not (token := answer["metadata"].get("continue")):
                 return found
             rest = {"_continue": token}
@@ -116,21 +133,33 @@ class Cluster:
                 return None
             raise
         conditions = {one["type"]: one["status"] for one in found.get("status", {}).get("conditions", ())}
+        annotations = found["metadata"].get("annotations", {})
         return Machine(
             name=name,
             version=found["metadata"]["resourceVersion"],
             is_ready=conditions.get("Ready") == "True",
             is_cordoned=bool(found.get("spec", {}).get("unschedulable")),
-            cordoned_by=found["metadata"].get("annotations", {}).get(CORDONED_BY, ""),
+            cordoned_by=annotations.get(CORDONED_BY, ""),
+            reason=annotations.get(REASON, ""),
         )
 
     def cordon(self, machine: Machine, reason: str) -> None:
         """Let nothing new be put on a machine, provided that it is still as it was read (status 409 otherwise)."""
-        self._patch(machine, True, {CORDONED_BY: self.job, REASON: reason[:_LONGEST_REASON]})
+        annotations = {CORDONED_BY: self.job, REASON: self.kept(reason)}
+        self._patch(f"cordon machine {machine.name}", machine, annotations, {"spec": {"unschedulable": True}})
 
     def uncordon(self, machine: Machine) -> None:
         """The contrary, under the same condition."""
-        self._patch(machine, None, {CORDONED_BY: None, REASON: None})
+        self._patch(f"uncordon machine {machine.name}", machine, _NO_NOTES, {"spec": {"unschedulable": None}})
+
+    def forget(self, machine: Machine) -> None:
+        """Take this job's annotations off, and leave the machine as it is otherwise, under the same condition."""
+        self._patch(f"clear the annotations of machine {machine.name}", machine, _NO_NOTES, {})
+
+    @staticmethod
+    def kept(reason: str) -> str:
+        """As much of a reason as a machine is annotated with."""
+        return reason[:_LONGEST_REASON]
 
     def evict(self, pod: Pod) -> None:
         """Ask for the end of exactly this pod. Status 429: a disruption budget does not allow it now; 404, 409: it is another one now."""
@@ -143,18 +172,15 @@ class Cluster:
         options = _only(pod) | ({"gracePeriodSeconds": 0} if at_once else {})
         self._ask(f"delete pod {pod.name}", self._core.delete_namespaced_pod, pod.name, self._namespace, body=options, _headers=dict(_JSON))
 
-    def _patch(self, machine: Machine, unschedulable: bool | None, annotations: Mapping[str, str | None]) -> None:
-        metadata = {"resourceVersion": machine.version, "annotations": annotations}
-        body = {"metadata": metadata, "spec": {"unschedulable": unschedulable}}
-        what = f"{'cordon' if unschedulable else 'uncordon'} machine {machine.name}"
+    def _patch(self, what: str, machine: Machine, annotations: Mapping[str, str | None], more: Mapping[str, Any]) -> None:
+        body = {"metadata": {"resourceVersion": machine.version, "annotations": annotations}, **more}
         self._ask(what, self._core.patch_node, machine.name, body, _content_type="application/merge-patch+json")
 
     def _ask(self, what: str, method: Callable[..., Any], *arguments: Any, **options: Any) -> dict[str, Any]:
         try:
             answer = _read(method(*arguments, **options, _preload_content=False, _request_timeout=self._limit_s).data)
         except client.ApiException as error:
-            said = (_read(error.body) or {}).get("message", error.reason)
-            raise RequestError(f"cannot {what}: {error.status or 'TLS'} {said}", error.status or None) from error
+            raise _refused(what, error) from error
         except (config.ConfigException, urllib3.exceptions.HTTPError, OSError) as error:
             raise RequestError(f"cannot {what}: no answer of the API server ({type(error).__name__})") from error
         if answer is None:
@@ -174,6 +200,21 @@ def _read(content: bytes | str | None) -> dict[str, Any] | None:
     except ValueError:
         return None
     return answer if isinstance(answer, dict) else None
+
+
+def _refused(what: str, error: client.ApiException) -> RequestError:
+    """Status 429 has two meanings: a budget refuses this eviction (``details.causes``), or the server is asked too much by all."""
+    said = _read(error.body) or {}
+    message = said.get("message", error.reason)
+    causes = (said.get("details") or {}).get("causes") or ()
+    is_of_budget = error.status == 429 and any(one.get("reason") == "DisruptionBudget" for one in causes)
+    is_of_budget |= error.status == 500 and "more than one PodDisruptionBudget" in str(message)  # which Kubernetes never evicts
+    after_s = None
+    if error.status == 429 and not is_of_budget:
+        given = str((error.headers or {}).get("Retry-After", ""))
+        after_s = float(given) if given.isdecimal() else _SOON_S
+    text = f"cannot {what}: {error.status or 'TLS'} {message}"
+    return RequestError(text, error.status or None, is_of_budget=is_of_budget, after_s=after_s)
 
 
 def _pod(item: Mapping[str, Any]) -> Pod:

@@ -16,6 +16,12 @@ CORDONED_BY = "megascale/cordoned-by"
 """Annotation of a machine: NAMESPACE/JOBSET of the job that cordoned it; only that job uncordons it."""
 REASON = "megascale/reason"
 
+DRIVER_RESTARTS = 200
+"""Of the driver over the whole life of a run, until its Job fails. A run of months must live through its upgrades and crashes, one a day
+for half a year. A run that has failed has its driver start as often, each time to end at once with the same exit code: at the kubelet's
+longest delay of 5 minutes that is 17 hours, in which the executors have completed and hold no machine any more.
+"""
+
 JOBSET_VARIABLE, LAUNCH_VARIABLE = "MEGASCALE_JOBSET", "MEGASCALE_LAUNCH"
 """Of the driver's pod: the JobSet's name, and `LAUNCH_LABEL`."""
 

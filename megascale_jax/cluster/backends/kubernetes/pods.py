@@ -4,6 +4,7 @@ from typing import Any
 
 from megascale_jax.cluster.backends.kubernetes.names import (
     DRIVER,
+    DRIVER_RESTARTS,
     EXECUTOR,
     HOST_LABEL,
     INDEX_ANNOTATION,
@@ -19,8 +20,6 @@ from megascale_jax.cluster.backends.kubernetes.names import (
 from megascale_jax.cluster.backends.kubernetes.plan import VOLUME, Plan
 from megascale_jax.cluster.job import SECURITY_VARIABLE
 
-_DRIVER_RESTARTS = 20
-"""Until the Job fails. Of a driver that ends with 20 or 21 each start ends with the same code at once, so these are its delay too."""
 _NEVER_FAILS = 2**31 - 1
 _GONE_S = 30
 """After which the driver leaves a machine that is away; Kubernetes alone would wait five minutes."""
@@ -50,7 +49,7 @@ def driver_job(plan: Plan) -> Object:
         for key in ("not-ready", "unreachable")
     ]
     spec = _pod(plan, DRIVER, container) | {"automountServiceAccountToken": True, "tolerations": away, "terminationGracePeriodSeconds": 30}
-    return _job(plan, DRIVER, 1, _DRIVER_RESTARTS, spec)
+    return _job(plan, DRIVER, 1, DRIVER_RESTARTS, spec)
 
 
 def executor_job(plan: Plan) -> Object:
