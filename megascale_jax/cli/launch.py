@@ -56,7 +56,13 @@ def render(
     user: Annotated[int, typer.Option(min=1, help="user and group that containers run as; must be able to write the volume")] = 1000,
     retention: Annotated[int, typer.Option(min=0, help="seconds after its end until the JobSet and its logs are deleted")] = 7 * 86400,
     egress: Annotated[list[str] | None, typer.Option(help="network that pods may reach on port 443: an object store's; repeat")] = None,
-    api_server: Annotated[list[str] | None, typer.Option(help="network of the API server; default: its ports anywhere; repeat")] = None,
+    api_server: Annotated[
+        list[str] | None, typer.Option(metavar="CIDR[:PORT]", help="network of the API server; default: its ports anywhere; repeat")
+    ] = None,
+    dns_network: Annotated[
+        list[str] | None, typer.Option(help="network with DNS servers other than kube-system's pods, such as 169.254.20.10/32; repeat")
+    ] = None,
+    dns_port: Annotated[int, typer.Option(min=1, max=65535, help="that the DNS servers' pods listen on")] = 53,
     pull_secret: Annotated[str | None, typer.Option(help="Secret for the image's registry", show_default=False)] = None,
     security: Annotated[
         Path | None,
@@ -93,6 +99,8 @@ def render(
         retention_s=retention,
         egress=tuple(egress or ()),
         api_server=tuple(api_server or ()),
+        dns=tuple(dns_network or ()),
+        dns_port=dns_port,
         pull_secret=pull_secret,
     )
     if security is not None and output is None:

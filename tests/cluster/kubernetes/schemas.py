@@ -71,7 +71,6 @@ class _ReplicatedJob(_Fields):
 
 
 class _Spec(_Fields):
-    suspend: bool
     ttlSecondsAfterFinished: Annotated[int, Field(ge=0)]
     network: _Network
     successPolicy: _SuccessPolicy

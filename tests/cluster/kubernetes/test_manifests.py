@@ -25,6 +25,7 @@ from tests.cluster.kubernetes.schemas import problems
 from tests.multiprocess.test_resume import ROOT
 
 BASE: dict[str, Any] = {"name": "run", "namespace": "team", "image": "image@sha256:1", "experiment": "gpt-13b", "run_volume": "work"}
+SPLITS = (("a-b", "c"), ("a", "b-c"))
 PLAN = Plan(**BASE, nodes=2, spares=1, gpus_per_node=8)
 RENDER = ("launch", "render", "quickstart", "--image", "image", "--run-volume", "work", "--gpus-per-node", "0")
 
@@ -40,7 +41,9 @@ PLANS = st.builds(
     topology=st.sampled_from([None, "cloud.provider.com/topology-rack"]),
     retention_s=st.integers(0, 10**6),
     egress=st.sampled_from([(), ("10.0.0.0/8", "fd00::/8")]),
-    api_server=st.sampled_from([(), ("10.96.0.1/32",)]),
+    api_server=st.sampled_from([(), ("10.96.0.1/32",), ("10.96.0.1/32:443", "fd00::1/128:6443")]),
+    dns=st.sampled_from([(), ("169.254.20.10/32",)]),
+    dns_port=st.sampled_from([53, 5353]),
     pull_secret=st.sampled_from([None, "registry"]),
 )
 
@@ -91,7 +94,7 @@ def test_no_container_may_do_more_than_it_needs(plan) -> None:
 
 def test_the_rights_are_the_least() -> None:
     objects = render(PLAN)
-    rules = find(objects, "Role", "run-driver")["rules"] + find(objects, "ClusterRole", "team-run-driver")["rules"]
+    rules = find(objects, "Role", "run-driver")["rules"] + find(objects, "ClusterRole", "megascale:team:run:driver")["rules"]
     allowed = {(resource, verb) for rule in rules for resource in rule["resources"] for verb in rule["verbs"]}
     assert allowed == {("pods", "list"), ("pods", "delete"), ("pods/eviction", "create"), ("nodes", "get"), ("nodes", "patch")}
     for kind in ("RoleBinding", "ClusterRoleBinding"):
@@ -109,6 +112,34 @@ def test_only_executors_reach_the_control_port_and_each_other() -> None:
     assert find(objects, "NetworkPolicy", "run-executor")["spec"]["ingress"] == [{"from": [{"podSelector": {"matchLabels": executors}}]}]
 
 
+def test_no_two_runs_share_rights_over_machines() -> None:
+    runs = [Plan(**{**BASE, "namespace": namespace, "name": name}, nodes=1, spares=0, gpus_per_node=8) for namespace, name in SPLITS]
+    for kind in ("ClusterRole", "ClusterRoleBinding"):
+        names = [one["metadata"]["name"] for run in runs for one in render(run) if one["kind"] == kind]
+        assert len(set(names)) == len(runs)
+
+
+def test_names_are_asked_of_the_clusters_dns_alone() -> None:
+    pods = {"kubernetes.io/metadata.name": "kube-system"}, {"k8s-app": "kube-dns"}
+    for dns, more in (((), []), (("169.254.20.10/32",), [{"ipBlock": {"cidr": "169.254.20.10/32"}}])):
+        for role in ("driver", "executor"):
+            plan = Plan(**BASE, nodes=2, spares=1, gpus_per_node=8, dns=dns, dns_port=5353)
+            rule = find(render(plan), "NetworkPolicy", f"run-{role}")["spec"]["egress"][0]
+            first, *others = rule["to"]
+            assert (first["namespaceSelector"]["matchLabels"], first["podSelector"]["matchLabels"]) == pods
+            assert others == more
+            assert {(one["protocol"], one["port"]) for one in rule["ports"]} == {("UDP", 5353), ("TCP", 5353)}
+
+
+def test_the_driver_reaches_the_api_server_and_no_further() -> None:
+    plan = Plan(**BASE, nodes=2, spares=1, gpus_per_node=8, api_server=("10.96.0.1/32:8443", "fd00::1/128"))
+    _, first, second = find(render(plan), "NetworkPolicy", "run-driver")["spec"]["egress"]
+    assert first == {"to": [{"ipBlock": {"cidr": "10.96.0.1/32"}}], "ports": [{"protocol": "TCP", "port": 8443}]}
+    assert second["to"] == [{"ipBlock": {"cidr": "fd00::1/128"}}]
+    assert [one["port"] for one in second["ports"]] == [443, 6443]
+    assert not [rule for rule in find(render(plan), "NetworkPolicy", "run-executor")["spec"]["egress"] if "to" not in rule]
+
+
 def test_a_job_of_executors_ends_with_the_run_alone() -> None:
     spec = find(render(PLAN), "JobSet", "run")["spec"]
     driver, executor = (job["template"]["spec"] for job in spec["replicatedJobs"])
@@ -116,16 +147,18 @@ def test_a_job_of_executors_ends_with_the_run_alone() -> None:
     assert spec["failurePolicy"] == {"maxRestarts": 0}
     assert (executor["completions"], executor["parallelism"], executor["backoffLimit"]) == (3, 3, 2147483647)
     assert {job["podReplacementPolicy"] for job in (driver, executor)} == {"TerminatingOrFailed"}
+    assert driver["backoffLimit"] == 200, "a run of months outlives its driver's restarts"
+    assert all(job["template"]["spec"]["shareProcessNamespace"] for job in (driver, executor)), "somebody reaps"
     assert "podFailurePolicy" not in driver, "with one, a pod on a machine that is away is never replaced"
 
 
 def test_kueue_starts_what_has_a_queue() -> None:
     made = find(render(Plan(**BASE, nodes=2, spares=0, gpus_per_node=8, queue="gpus", topology="rack")), "JobSet", "run")
-    assert made["spec"]["suspend"]
+    assert "suspend" not in made["spec"], "its webhook says so; a second `apply` must not suspend the run"
     assert made["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
     template = made["spec"]["replicatedJobs"][1]["template"]["spec"]["template"]
     assert template["metadata"]["annotations"] == {"kueue.x-k8s.io/podset-preferred-topology": "rack"}
-    assert not find(render(PLAN), "JobSet", "run")["spec"]["suspend"]
+    assert "kueue.x-k8s.io/queue-name" not in find(render(PLAN), "JobSet", "run")["metadata"]["labels"]
 
 
 def test_an_executor_understands_what_its_pod_says() -> None:
@@ -187,6 +220,10 @@ def test_certificates_of_another_driver_are_refused(tmp_path) -> None:
         ({"resources": (("hugepages-2Mi", "8Gi"),)}, "huge pages"),
         ({"shared_memory": "big"}, "--shared-memory"),
         ({"run_folder": "/elsewhere"}, "--run-folder"),
+        ({"api_server": ("10.96.0.1/32:https",)}, "--api-server"),
+        ({"api_server": ("10.96.0.1:443",)}, "--api-server"),
+        ({"egress": ("10.1.2.3/8",)}, "--egress"),
+        ({"dns": ("dns",)}, "--dns-network"),
     ],
 )
 def test_a_plan_that_a_cluster_would_refuse(options, says) -> None:

@@ -13,7 +13,7 @@ from megascale_jax.cluster.backends.kubernetes.pods import driver_job, executor_
 Object = dict[str, Any]
 
 _RBAC = "rbac.authorization.k8s.io"
-_DNS = {"ports": [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]}
+_API_PORTS = (443, 6443)
 
 
 def render(plan: Plan) -> list[Object]:
@@ -24,7 +24,6 @@ def render(plan: Plan) -> list[Object]:
 def jobset(plan: Plan) -> Object:
     """The run itself."""
     spec = {
-        "suspend": plan.queue is not None,
         "ttlSecondsAfterFinished": plan.retention_s,
         "network": {"enableDNSHostnames": True, "subdomain": plan.name, "publishNotReadyAddresses": True},
         "successPolicy": {"operator": "All", "targetReplicatedJobs": [DRIVER]},
@@ -32,9 +31,14 @@ def jobset(plan: Plan) -> Object:
         "replicatedJobs": [driver_job(plan), executor_job(plan)],
     }
     made = _named(plan, "jobset.x-k8s.io/v1alpha2", "JobSet", plan.name) | {"spec": spec}
-    if plan.queue is not None:
+    if plan.queue is not None:  # Kueue's webhook suspends it; said here, every later `apply` would suspend the run
         made["metadata"]["labels"][QUEUE_LABEL] = plan.queue
     return made
+
+
+def cluster_role(plan: Plan) -> str:
+    """Of the run alone among all namespaces: no part of it can hold a ``:``."""
+    return f"megascale:{plan.namespace}:{plan.name}:{DRIVER}"
 
 
 def _accounts(plan: Plan) -> list[Object]:
@@ -45,7 +49,7 @@ def _accounts(plan: Plan) -> list[Object]:
 
 def _rights(plan: Plan) -> list[Object]:
     """Of the driver alone; executors have none. No right to read Secrets, to make pods, or to run anything in them."""
-    name, everywhere = f"{plan.name}-{DRIVER}", f"{plan.namespace}-{plan.name}-{DRIVER}"
+    name, everywhere = f"{plan.name}-{DRIVER}", cluster_role(plan)
     account = {"kind": "ServiceAccount", "name": name, "namespace": plan.namespace}
     pods = [
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "delete"]},
@@ -71,22 +75,25 @@ def _binding(plan: Plan, kind: str, name: str, account: Object) -> Object:
 def _networks(plan: Plan) -> list[Object]:
     """Deny all of the job's pods, then allow what is needed: control port, training traffic, DNS, the API server, storage on request."""
     driver, executors = ({"podSelector": {"matchLabels": pod_labels(plan, role)}} for role in (DRIVER, EXECUTOR))
-    control = [{"protocol": "TCP", "port": plan.port}]
-    storage = [{"to": _blocks(plan.egress), "ports": [{"protocol": "TCP", "port": 443}]}] if plan.egress else []
-    server: Object = {"ports": [{"protocol": "TCP", "port": port} for port in (443, 6443)]}
-    if plan.api_server:
-        server["to"] = _blocks(plan.api_server)
+    control = _tcp(plan.port)
+    storage = [{"to": _blocks(plan.egress), "ports": _tcp(443)}] if plan.egress else []
+    servers = [{"to": _blocks((network,)), "ports": _tcp(port) if port else _tcp(*_API_PORTS)} for network, port in plan.servers]
+    dns = _dns(plan)
     return [
         _network(plan, plan.name, {JOBSET_LABEL: plan.name}, [], []),
         _network(
-            plan, f"{plan.name}-{DRIVER}", pod_labels(plan, DRIVER), [{"from": [executors], "ports": control}], [_DNS, server, *storage]
+            plan,
+            f"{plan.name}-{DRIVER}",
+            pod_labels(plan, DRIVER),
+            [{"from": [executors], "ports": control}],
+            [dns, *(servers or [{"ports": _tcp(*_API_PORTS)}]), *storage],
         ),
         _network(
             plan,
             f"{plan.name}-{EXECUTOR}",
             pod_labels(plan, EXECUTOR),
             [{"from": [executors]}],
-            [_DNS, {"to": [driver], "ports": control}, {"to": [executors]}, *storage],
+            [dns, {"to": [driver], "ports": control}, {"to": [executors]}, *storage],
         ),
     ]
 
@@ -94,6 +101,19 @@ def _networks(plan: Plan) -> list[Object]:
 def _network(plan: Plan, name: str, selected: dict[str, str], ingress: list[Object], egress: list[Object]) -> Object:
     spec = {"podSelector": {"matchLabels": selected}, "policyTypes": ["Ingress", "Egress"], "ingress": ingress, "egress": egress}
     return _named(plan, "networking.k8s.io/v1", "NetworkPolicy", name) | {"spec": spec}
+
+
+def _dns(plan: Plan) -> Object:
+    """The cluster's DNS pods, by the labels that Kubernetes' own have, and what else was named."""
+    pods = {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}},
+        "podSelector": {"matchLabels": {"k8s-app": "kube-dns"}},
+    }
+    return {"to": [pods, *_blocks(plan.dns)], "ports": [{"protocol": one, "port": plan.dns_port} for one in ("UDP", "TCP")]}
+
+
+def _tcp(*ports: int) -> list[Object]:
+    return [{"protocol": "TCP", "port": port} for port in ports]
 
 
 def _blocks(networks: tuple[str, ...]) -> list[Object]:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from ipaddress import ip_network
 from pathlib import PurePosixPath
 
 from megascale_jax.cluster.backends.kubernetes.names import EXECUTOR
@@ -42,7 +43,11 @@ class Plan:
     egress: tuple[str, ...] = ()
     """Networks that pods may reach on port 443, such as an object store's."""
     api_server: tuple[str, ...] = ()
-    """Networks of the API server; none: ports 443 and 6443 of all."""
+    """Networks of the API server, ``CIDR`` or ``CIDR:PORT``; none: ports 443 and 6443 of all."""
+    dns: tuple[str, ...] = ()
+    """Networks with DNS servers beside the pods of kube-system."""
+    dns_port: int = 53
+    """That the DNS servers themselves listen on."""
     pull_secret: str | None = None
 
     def __post_init__(self) -> None:
@@ -63,6 +68,13 @@ class Plan:
             raise UsageError("Kubernetes gives huge pages only beside cpu or memory; add --resource memory=QUANTITY")
         if not _QUANTITY.fullmatch(self.shared_memory):
             raise UsageError(f"--shared-memory is {self.shared_memory!r}; expected a quantity such as 64Gi")
+        for option, networks in (
+            ("--egress", self.egress),
+            ("--dns-network", self.dns),
+            ("--api-server", [one for one, _ in self.servers]),
+        ):
+            for network in networks:
+                _check_network(option, network)
         if not PurePosixPath(self.folder).is_relative_to(VOLUME):
             raise UsageError(f"--run-folder is {self.run_folder}; expected a folder below {VOLUME}, where --run-volume is mounted")
 
@@ -77,12 +89,34 @@ class Plan:
         return str(PurePosixPath(VOLUME) / (self.run_folder or f"runs/{self.name}"))
 
     @property
+    def servers(self) -> list[tuple[str, int | None]]:
+        """Networks of the API server, each with its port where one was given. Raises UsageError."""
+        found = []
+        for text in self.api_server:
+            address, slash, rest = text.partition("/")
+            length, sign, port = rest.partition(":")
+            if sign and not (port.isdecimal() and 0 < int(port) < 65536):
+                raise UsageError(f"--api-server is {text!r}; expected CIDR or CIDR:PORT, such as 10.96.0.1/32:443")
+            found.append((address + slash + length, int(port) if port else None))
+        return found
+
+    @property
     def training(self) -> list[str]:
         """Argv of a training process."""
         return ["megascale", "train", self.experiment, *self.overrides, "--run-folder", self.folder]
 
 
 VOLUME = "/work"
+
+
+def _check_network(option: str, text: str) -> None:
+    try:
+        ip_network(text)
+        is_network = "/" in text
+    except ValueError:
+        is_network = False
+    if not is_network:
+        raise UsageError(f"{option} is {text!r}; expected a network such as 10.0.0.0/8 or fd00::/8, without bits beyond its length")
 
 
 def pairs(given: Sequence[str], option: str) -> tuple[tuple[str, str], ...]:

@@ -121,6 +121,7 @@ def _pod(plan: Plan, role: str, container: Object) -> Object:
         "serviceAccountName": f"{plan.name}-{role}",
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
+        "shareProcessNamespace": True,  # its first process is the sandbox's, which reaps what others leave behind
         "securityContext": {"runAsNonRoot": True, **user, "seccompProfile": {"type": "RuntimeDefault"}},
         "containers": [container],
         "volumes": [

@@ -12,6 +12,7 @@ from cryptography import x509
 
 from megascale_jax.cluster.backends.kubernetes.names import DRIVER, EXECUTOR, driver_hosts, node_name
 from megascale_jax.cluster.backends.kubernetes.plan import Plan
+from megascale_jax.cluster.backends.kubernetes.pods import own_labels
 from megascale_jax.cluster.job import OWNER, TOKEN_DAYS, token_file
 from megascale_jax.cluster.link.certificates import make_folder
 from megascale_jax.cluster.link.security import Security, make_token
@@ -58,5 +59,5 @@ def secrets(plan: Plan, folder: Path) -> list[dict[str, Any]]:
 
 def _secret(plan: Plan, part: str, files: dict[str, Path]) -> dict[str, Any]:
     data = {key: base64.b64encode(path.read_bytes()).decode() for key, path in files.items()}
-    metadata = {"name": f"{plan.name}-{part}", "namespace": plan.namespace}
+    metadata = {"name": f"{plan.name}-{part}", "namespace": plan.namespace, "labels": own_labels(plan)}
     return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "immutable": True, "data": data}
