@@ -142,7 +142,8 @@ def test_a_dead_machine_is_left_and_its_node_comes_back_elsewhere(world) -> None
     assert not world.fake.nodes[machine]["metadata"].get("annotations", {}).get(CORDONED_BY), "it is dead, not bad"
 
 
-def test_an_operator_takes_an_evicted_node_back_before_it_has_moved(world) -> None:
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_an_operator_takes_an_evicted_node_back_before_it_has_moved(world, is_killed) -> None:
     for name in world.fake.nodes:
         if name not in {world.fake.machine_of(node) for node in world.names}:
             world.fake.set_ready(name, False)  # nowhere to go
@@ -151,6 +152,9 @@ def test_an_operator_takes_an_evicted_node_back_before_it_has_moved(world) -> No
     world.driver.record(Ordered(at_s=world.driver.clock.now(), action="evict", **order))
     assert world.run(60, lambda: world.fake.machine_of("node-5") == "")
     world.driver.record(Ordered(at_s=world.driver.clock.now(), action="uncordon", **order))
+    if is_killed:  # before its backend has carried it out
+        world.driver.tick()
+        world.kill_driver()
     assert world.run(60, lambda: world.fake.machine_of("node-5") == machine)
     assert world.run(20, lambda: world.driver.state.nodes["node-5"].status == NodeStatus.READY), world.lines[-5:]
     assert world.driver.state.phase == Phase.RUNNING

@@ -119,8 +119,17 @@ class KubernetesBackend:
         self._note(name, _Task(_known(name, machine), reason, is_removal=True))
 
     def restore(self, name: str, machine: str) -> None:
-        """Uncordon the machine if this job has cordoned it, and take its annotations off."""
-        self._note(name, _Task(_known(name, machine), "", is_removal=False))
+        """Uncordon the machine if this job has cordoned it, and take its annotations off. Raises BackendError until that is done: a driver
+        that ends before must ask again.
+        """
+        task = _Task(_known(name, machine), "", is_removal=False)
+        with self._lock:
+            old = self._tasks.get(name)
+            if old is not None and (old.machine, old.is_removal, old.is_done) == (machine, False, True):
+                del self._tasks[name]
+                return
+        self._note(name, task)
+        raise BackendError(f"machine {machine} is not back in service yet")
 
     def release(self, name: str) -> None:
         """Nothing to do: the JobSet ends with its driver."""
@@ -155,7 +164,8 @@ class KubernetesBackend:
             tasks, missed = dict(self._tasks), dict(self._missed)
         machines: dict[str, Machine | None] = {}
         for name, task in tasks.items():
-            self._attempt(name, lambda name=name, task=task: self._carry_out(name, task))
+            if task.is_removal or not task.is_done:
+                self._attempt(name, lambda name=name, task=task: self._carry_out(name, task))
         for name, one in missed.items():
             if self._looked_s is not None and one.last_s + STALE_S < self._looked_s:
                 with self._lock:
@@ -194,7 +204,7 @@ class KubernetesBackend:
                 self._cluster.uncordon(machine)
             else:  # a cordon that is there now is somebody else's
                 self._cluster.forget(machine)
-        self._drop(name, task)
+        task.is_done = True
 
     def _take_out(self, name: str, task: _Task, machine: Machine | None) -> None:
         """Cordon, then evict; a machine that is out of service already is only looked at."""
