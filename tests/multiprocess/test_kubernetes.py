@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megascale_jax.cli.job import ask_driver
+from megascale_jax.cluster.asking import ask_driver
 from megascale_jax.cluster.backends.kubernetes.manifests import render
 from megascale_jax.cluster.backends.kubernetes.plan import Plan
 from megascale_jax.cluster.backends.kubernetes.secrets import prepare

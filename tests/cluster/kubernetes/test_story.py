@@ -1,6 +1,6 @@
 """The real driver over the Kubernetes backend, the official client and the API server of ours, on virtual time."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import pytest
 
@@ -49,11 +49,11 @@ class PodWorld(World):
     def restore(self, name: str, machine: str) -> None:
         self.backend.restore(name, machine)
 
-    def taken_back(self) -> Mapping[str, str]:
-        return self.backend.taken_back()
+    def taken_back(self) -> dict[str, str]:
+        return dict(self.backend.taken_back())
 
-    def facts(self) -> Mapping[str, str]:
-        return self.backend.facts()
+    def facts(self) -> dict[str, str]:
+        return dict(self.backend.facts())
 
     def greet(self, sim: SimNode) -> None:
         machine = self.fake.machine_of(sim.name)
