@@ -9,7 +9,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from megascale_jax.cluster.backends.base import Start
 from megascale_jax.cluster.backends.kubernetes.backend import EVICT_S, LOOK_S, STALE_S, STUCK_S, KubernetesBackend
@@ -349,6 +349,7 @@ NODES = st.sampled_from([f"node-{index}" for index in range(4)])
 MACHINES = st.sampled_from([f"machine-{index}" for index in range(7)])  # the last one does not exist
 STEPS = st.one_of(
     st.tuples(st.just("remove"), NODES, st.none() | MACHINES),
+    st.tuples(st.just("remove"), NODES, st.none()),
     st.tuples(st.just("restore"), NODES, MACHINES),
     st.tuples(st.just("ensure"), NODES),
     st.tuples(st.just("look"), st.integers(1, 4)),
@@ -356,14 +357,15 @@ STEPS = st.one_of(
     st.tuples(st.just("away"), MACHINES),
     st.tuples(st.just("back"), MACHINES),
     st.tuples(st.just("person"), MACHINES),
-    st.tuples(st.just("lift"), MACHINES),
+    st.tuples(st.just("lift"), st.integers(0, 3)),
     st.tuples(st.just("restart")),
     st.tuples(st.just("fault"), st.lists(st.sampled_from(["500", "409", "410", "404", "429", "drop", "lost", "garbage", ""]), max_size=4)),
 )
 
 
 @settings(max_examples=60, deadline=None)
-@given(steps=st.lists(STEPS, max_size=25), min_available=st.integers(0, 4))
+@given(steps=st.lists(STEPS, min_size=8, max_size=25), min_available=st.integers(0, 4))
+@example(steps=[("remove", "node-1", None), ("look", 2), ("lift", 0), ("look", 1), ("restart",), ("look", 2)], min_available=0)
 def test_whatever_happens_only_what_was_asked_for_is_touched(steps: list[tuple[Any, ...]], min_available: int) -> None:
     story = Story(min_available)
     logging.disable(logging.WARNING)
@@ -426,7 +428,8 @@ class Story:
                 self.away.add(machine)
             case ("person", machine) if machine in fake.nodes:
                 fake.set_cordon(machine, True)
-            case ("lift", machine) if machine in fake.nodes:
+            case ("lift", number) if cordoned := self.bench.cordoned():
+                machine = cordoned[number % len(cordoned)]
                 if machine not in self.restored and CORDONED_BY in fake.nodes[machine]["metadata"].get("annotations", {}):
                     self.lifted.setdefault(machine, len(fake.done))
                 self.touched.add(machine)
@@ -444,6 +447,7 @@ class Story:
     def check(self) -> None:
         fake = self.fake
         fake.faults.clear()
+        self.bench.looks(2)
         for _ in range(int(EVICT_S / LOOK_S) + 6):
             if self.bench.backend.is_busy:
                 self.bench.looks()
