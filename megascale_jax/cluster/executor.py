@@ -23,6 +23,8 @@ ORPHAN_S = 900.0
 LEAVE_GRACE_S = 30.0
 WARM_AFTER_STEPS = 1
 """Steps of an attempt after which the process of the next one is prepared."""
+WARM_LOG = "warm.log"
+"""In the node's folder: what the process that is prepared says."""
 SETTLED_S = 5.0
 """Time without a process after which a spare prepares one."""
 
@@ -136,7 +138,7 @@ class Executor:
         elif assignment is not None and assignment.attempt > self._attempt and self._stopping is None:
             self._begin(assignment)
         elif wanted.warm and self._stopping is None and self._is_settled():
-            self._processes.warm_up(self._environment)
+            self._processes.warm_up(self._environment, self._folder / WARM_LOG)
         order = wanted.diagnosis
         if order is not None and (self._diagnosis is None or self._diagnosis.round != order.round) and self._examining is None:
             self._examining = asyncio.create_task(self._examine_for(order))
@@ -150,7 +152,11 @@ class Executor:
     def _begin(self, assignment: Assignment) -> None:
         try:
             self._start(assignment)
-        except (OSError, StuckProcessError) as error:  # a full disk, say: the beat shows a node without a process, which is an anomaly
+        except (
+            OSError,
+            RuntimeError,
+            StuckProcessError,
+        ) as error:  # a full disk, no thread: the beat shows a node without a process, which is an anomaly
             _logger.error("attempt %d cannot be started here: %s", assignment.attempt, error)
 
     async def _stop(self, grace_s: float) -> None:

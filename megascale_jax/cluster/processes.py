@@ -7,9 +7,8 @@ gives its number to nobody else, and a signal can only reach who is meant.
 They die with this process, and with the `TrainingProcesses` that started them (`die_with_parent.py`).
 """
 
+import logging
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from typing import IO
 import psutil
 
 from megascale_jax.cluster import die_with_parent, warm
+from megascale_jax.cluster.attempts import begin_folder
 from megascale_jax.cluster.keywords import only_consequences
 from megascale_jax.cluster.log_reader import LogReader
 from megascale_jax.cluster.reports import ProcessReport, State
@@ -35,11 +35,13 @@ KEPT_ATTEMPTS = 5
 """Attempts whose logs stay."""
 KILL_LIMIT_S = 10.0
 """Longest that a killed process may take to be gone; a driver's call that never returns can hold it for ever."""
-_WARM_AGAIN_S = 5.0
+_WARM_AGAIN_S, _LONGEST_WARM_AGAIN_S = 5.0, 320.0
 """Between two starts of a process that waits: one that cannot be imported is not tried without pause."""
 _LOOK_S = 0.02
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _DEAD = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class TrainingProcesses:
     def __init__(self, kept_attempts: int = KEPT_ATTEMPTS):
         self._kept_attempts = kept_attempts
         self._warm: subprocess.Popen[bytes] | None = None
-        self._warmed_at = -_WARM_AGAIN_S
+        self._warm_at, self._warm_again_s = 0.0, _WARM_AGAIN_S
         self._children: tuple[_Child, ...] = ()
         self._changing = threading.Lock()
         # The kernel ends them with the thread that started them, so that must be one that stays.
@@ -72,34 +74,43 @@ class TrainingProcesses:
         with self._changing:
             self._stop(0.0)
             self._children = ()
-            logs = folder / f"attempt-{attempt:04}"
-            logs.mkdir(parents=True, exist_ok=True)
-            self._forget_old(folder)
+            logs = begin_folder(folder, attempt, self._kept_attempts)
             try:
                 for launch in launches:
-                    warm, self._warm = self._warm, None
-                    child = self._starter.submit(_Child, launch, attempt, logs, warm).result()
+                    waiting, self._warm = self._warm, None
+                    if waiting is not None and waiting.poll() is None:
+                        self._warm_again_s = _WARM_AGAIN_S
+                    child = self._starter.submit(_Child, launch, attempt, logs, waiting).result()
                     self._children = (*self._children, child)
             except BaseException:
                 self._stop(0.0)
                 self._children = ()
                 raise
 
-    def warm_up(self, environment: Mapping[str, str]) -> None:
-        """Have a process wait whose imports are done, for the next attempt (`warm.py`). Costs nothing when there is one."""
+    def warm_up(self, environment: Mapping[str, str], log: Path) -> None:
+        """Have a process wait whose imports are done, for the next attempt (`warm.py`). Costs nothing when there is one.
+
+        ``log`` gets what it says before it has become an attempt. One that cannot be had, or ends by itself, is tried again after a
+        pause that doubles up to `_LONGEST_WARM_AGAIN_S`; nothing is raised.
+        """
         now = time.monotonic()
-        if (self._warm is not None and self._warm.poll() is None) or now < self._warmed_at + _WARM_AGAIN_S:
+        if (self._warm is not None and self._warm.poll() is None) or now < self._warm_at:
             return
+        self._warm_at, self._warm_again_s = now + self._warm_again_s, min(2 * self._warm_again_s, _LONGEST_WARM_AGAIN_S)
         with self._changing:
-            self._warmed_at = now
-            self._warm = self._starter.submit(_start_warm, environment).result()
+            if self._warm is not None:
+                _logger.warning("the process for the next attempt ended with code %s: %s says why", self._warm.returncode, log)
+                self._warm = None
+            try:
+                self._warm = self._starter.submit(_start_warm, environment, log).result()
+            except (OSError, RuntimeError) as error:  # no memory, no process, no thread, no disk: training needs none of them
+                _logger.warning("no process for the next attempt: %s; it is tried again in %.0f s", error, self._warm_at - now)
 
     def cool_down(self) -> None:
         """End the process that waits, if there is one."""
-        if self._warm is not None:
-            self._warm.kill()
-            self._warm.wait(KILL_LIMIT_S)
-            self._warm = None
+        waiting, self._warm = self._warm, None
+        if waiting is not None:
+            _end(waiting)
 
     def poll(self) -> tuple[ProcessReport, ...]:
         """What each process of the newest attempt does; those that have ended stay until the next start."""
@@ -135,11 +146,6 @@ class TrainingProcesses:
             _wait_until_gone(leaders, _LOOK_S)
         for child in self._children:
             child.reap()
-
-    def _forget_old(self, folder: Path) -> None:
-        attempts = sorted((int(match[1]), path) for path in folder.iterdir() if (match := re.fullmatch(r"attempt-(\d+)", path.name)))
-        for _, path in attempts[: -self._kept_attempts]:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 class _Child:
@@ -247,9 +253,17 @@ def _spawn(
     )
 
 
-def _start_warm(environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    with open(os.devnull, "ab") as nowhere:  # noqa: PTH123
-        return _spawn((sys.executable, "-m", warm.__name__), environment, nowhere, stdin=subprocess.PIPE)
+def _start_warm(environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as stream:
+        return _spawn((sys.executable, "-m", warm.__name__), environment, stream, stdin=subprocess.PIPE)
+
+
+def _end(waiting: subprocess.Popen[bytes]) -> None:
+    waiting.kill()
+    try:
+        waiting.wait(KILL_LIMIT_S)
+    except subprocess.TimeoutExpired:  # it has touched no device, and has no part in the training
+        _logger.warning("process %d, which waited for the next attempt, is not gone %.0f s after SIGKILL", waiting.pid, KILL_LIMIT_S)
 
 
 def _become(
@@ -262,8 +276,7 @@ def _become(
         with suppress(OSError):
             warm.request(waiting.stdin, command[3:], environment, str(log))
             return waiting
-    waiting.kill()
-    waiting.wait(KILL_LIMIT_S)
+    _end(waiting)
     return None
 
 

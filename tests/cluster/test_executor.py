@@ -155,7 +155,7 @@ def test_nothing_is_left_when_it_leaves(tmp_path, is_let_go) -> None:
 def test_a_waiting_process_becomes_the_next_attempt(tmp_path) -> None:
     """The command is the one that it can become; what it prints shows that it is the process that waited."""
     processes = TrainingProcesses()
-    processes.warm_up({"PATH": "/usr/bin:/bin"})
+    processes.warm_up({"PATH": "/usr/bin:/bin"}, tmp_path / "warm.log")
     waiting = processes._warm
     assert waiting is not None
     from megascale_jax.cluster.processes import Launch

@@ -1,5 +1,6 @@
 """Real small processes: what is reported of them, and that nothing is left of them after a stop."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -242,10 +243,59 @@ def test_new_attempt_ends_the_one_before_and_old_logs_go(training, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["attempt-0003", "attempt-0004"]
 
 
+def test_a_job_begun_anew_starts_beside_later_attempts_of_the_one_before(training, tmp_path):
+    """It counts from 1 again: neither is its first folder the oldest, nor has it a part of the earlier job's in it."""
+    for attempt in range(1, 5):
+        training.start(attempt, [launch(f"print('old {attempt}')")], tmp_path)
+        ended(training)
+    os.utime(tmp_path / "attempt-0003", (1.0, 1.0))
+    training.start(3, [launch("print('new')")], tmp_path)
+    ended(training)
+    assert log_of(tmp_path, 3).read_text() == "new\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["attempt-0003", "attempt-0004"]
+    training.start(4, [launch("print('newer')")], tmp_path)
+    training.start(1, [launch("print('newest')")], tmp_path)
+    ended(training)
+    assert log_of(tmp_path, 1).read_text() == "newest\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["attempt-0001", "attempt-0004"], "the one before it, and no older one"
+
+
+def test_logs_of_the_same_number_are_kept_apart(training, tmp_path):
+    for text in ("first", "second"):
+        training.start(1, [launch(f"print({text!r})")], tmp_path)
+        ended(training)
+    assert log_of(tmp_path).read_text() == "second\n"
+    assert (tmp_path / "attempt-0001-1" / "rank-0.log").read_text() == "first\n"
+
+
+def test_a_process_to_wait_that_cannot_be_had_is_no_error_and_not_tried_without_pause(training, tmp_path, monkeypatch):
+    tries = []
+
+    def refuse(*_):
+        tries.append(clock[0])
+        raise BlockingIOError("no more processes")
+
+    clock = [1000.0]
+    monkeypatch.setattr(processes, "_start_warm", refuse)
+    monkeypatch.setattr(processes.time, "monotonic", lambda: clock[0])
+    while clock[0] < 3000:
+        training.warm_up({}, tmp_path / "warm.log")
+        clock[0] += 1
+    monkeypatch.undo()
+    pauses = [after - before for before, after in itertools.pairwise(tries)]
+    assert pauses == [5, 10, 20, 40, 80, 160, 320, 320, 320, 320, 320]
+
+
+def test_what_a_waiting_process_dies_of_is_in_its_log(training, tmp_path):
+    (tmp_path / "jax.py").write_text("raise ImportError('libcuda is not there')")
+    training.warm_up({"PYTHONPATH": str(tmp_path)}, tmp_path / "warm.log")
+    training._warm.wait(LIMIT_S)
+    assert "libcuda is not there" in (tmp_path / "warm.log").read_text()
+
+
 def test_nothing_runs_when_one_of_the_processes_cannot_be_started(training, tmp_path):
-    log_of(tmp_path, rank=1).mkdir(parents=True)
-    with pytest.raises(OSError):
-        training.start(1, [launch(FOREVER, 0), launch(FOREVER, 1)], tmp_path)
+    with pytest.raises(OSError, match="too long"):
+        training.start(1, [launch(FOREVER, 0), launch(FOREVER + " " * (1 << 20), 1)], tmp_path)
     assert training.poll() == ()
     own = psutil.Process()
     alive = [child for child in own.children() if child.status() != psutil.STATUS_ZOMBIE]  # of other tests there may be one
