@@ -1,12 +1,15 @@
 """Counters of a host for its executor's beat: network, GPUs, load, memory, disk. What this host has not, is left out.
 
-Everything but the disk is a read of kernel memory; the question to the disk can hang with a dead network file system, so ask from a
-thread of its own. Names and units: see `read_counters`.
+The question to the disk can hang with a dead network file system, and one to a GPU with its driver, so `Counters` asks in a thread of its
+own. Names and units: see `read_counters`.
 """
 
 import contextlib
+import logging
 import shutil
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,49 @@ _NET = {
 }
 _INFINIBAND_UNIT_BYTES = {"port_rcv_data": ("rx_bytes", 4), "port_xmit_data": ("tx_bytes", 4)}
 """These two count words of four bytes."""
+AGE = "counters.age_s"
+STALE_S = 30.0
+"""Age from which values are not told any more: a counter that stands still would look like a network that does."""
+
+_logger = logging.getLogger(__name__)
+
+
+class Counters:
+    """The newest of what ``read`` returns, asked every ``every_s`` in a thread of its own, whatever becomes of that thread."""
+
+    def __init__(self, read: Callable[[], dict[str, float]], every_s: float = 1.0):
+        self._read, self._every_s = read, every_s
+        self._newest: tuple[float, dict[str, float]] = time.monotonic(), {}
+        self._error = ""
+        self._ended = threading.Event()
+
+    def start(self) -> None:
+        """Begin to ask. Without a thread to be had there are no counters, which their age says."""
+        try:
+            threading.Thread(target=self._run, name="counters", daemon=True).start()
+        except RuntimeError as error:
+            _logger.warning("no counters: %s", error)
+
+    def close(self) -> None:
+        """Ask no more; a question that hangs is not waited for."""
+        self._ended.set()
+
+    def newest(self) -> dict[str, float]:
+        """The last values and, as ``counters.age_s``, their age; those older than `STALE_S` are left out. Neither waits nor raises."""
+        at_s, values = self._newest
+        age_s = time.monotonic() - at_s
+        return {**(values if age_s < STALE_S else {}), AGE: age_s}
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            try:
+                self._newest = time.monotonic(), self._read()
+                self._error = ""
+            except Exception as error:
+                if (text := f"{type(error).__name__}: {error}") != self._error:
+                    _logger.warning("the counters of this host cannot be read: %s", text)
+                self._error = text
+            self._ended.wait(self._every_s)
 
 
 def read_counters(run_folder: Path, root: Path = Path("/")) -> dict[str, float]:
@@ -86,7 +132,11 @@ def _nvml() -> Any:
 def _gpus(nvml: Any) -> Iterator[tuple[str, float]]:
     if nvml is None:
         return
-    for index in range(nvml.nvmlDeviceGetCount()):
+    try:
+        count = nvml.nvmlDeviceGetCount()
+    except nvml.NVMLError:  # the driver is gone, or reloaded
+        return
+    for index in range(count):
         try:
             device = nvml.nvmlDeviceGetHandleByIndex(index)
         except nvml.NVMLError:  # one that has fallen off the bus

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from megascale_jax.cluster.counters import Counters
 from megascale_jax.cluster.messages import Answer, Assignment, Beat, Desired, Diagnosis, DiagnosisOrder, Hello, Message
 from megascale_jax.cluster.processes import Launch, TrainingProcesses
 from megascale_jax.cluster.reports import ProcessReport
@@ -44,7 +45,10 @@ Examine = Callable[[DiagnosisOrder], Sequence[Mapping[str, object]]]
 
 
 class Executor:
-    """One node. ``command``: argv of a training process, without the overrides of an attempt. ``hello``: how the node presents itself."""
+    """One node. ``command``: argv of a training process, without the overrides of an attempt. ``hello``: how the node presents itself.
+
+    ``counters`` is asked in a thread of its own; it may hang or raise.
+    """
 
     def __init__(
         self,
@@ -59,8 +63,8 @@ class Executor:
         orphan_s: float = ORPHAN_S,
     ):
         self._hello, self._command, self._environment = hello, tuple(command), dict(environment)
-        self._processes, self._link, self._examine, self._counters, self._folder = processes, link, examine, counters, folder
-        self._orphan_s = orphan_s
+        self._processes, self._link, self._examine, self._folder = processes, link, examine, folder
+        self._counters, self._orphan_s = Counters(counters), orphan_s
         self.desired: Desired | None = None
         self.leaving = False
         self._attempt = 0
@@ -94,6 +98,7 @@ class Executor:
 
     async def run(self) -> None:
         """Until the driver lets this node go, or `leaving` is set; no training process is left then."""
+        self._counters.start()
         try:
             while not self.leaving:
                 self._make_so()
@@ -104,6 +109,7 @@ class Executor:
                     continue
                 self._news.clear()
         finally:
+            self._counters.close()
             if self._examining is not None:
                 self._examining.cancel()
             if self._stopping is not None:
@@ -203,4 +209,4 @@ class Executor:
             return
         self._said, self._beat_at = shape, now
         reports = self._reports = self._processes.poll()
-        self._link.send(Beat(attempt=self._attempt, is_idle=not self._has_processes, processes=reports, counters=self._counters()))
+        self._link.send(Beat(attempt=self._attempt, is_idle=not self._has_processes, processes=reports, counters=self._counters.newest()))

@@ -30,13 +30,20 @@ class LogReader:
         self._file = path.open("rb+", buffering=0)
         self._offset = os.fstat(self._file.fileno()).st_size
         self._rest = b""
+        self._is_broken = False
 
     def read(self, *, is_final: bool = False) -> tuple[str, ...]:
         """The newest lines since the last call, as they go into a report; the first one that tells a new primary cause is among them.
 
-        ``is_final``: no more will come, so a last line without an end counts too.
+        ``is_final``: no more will come, so a last line without an end counts too. A log that cannot be read says so in place of lines,
+        once until it can be read again.
         """
-        lines = self._new_lines(is_final)
+        try:
+            lines = self._new_lines(is_final)
+            self._is_broken = False
+        except OSError as error:  # a disk that fails; the process itself may be well
+            lines = [] if self._is_broken else [f"... the log cannot be read: {error.strerror} ..."]
+            self._is_broken = True
         cause = None
         for index, line in enumerate(lines):
             keyword = keyword_of(line)

@@ -1,11 +1,12 @@
 """Counters from a made-up /sys and a made-up NVML: units, names, and nothing where there is nothing."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
 
 from megascale_jax.cluster import counters
-from megascale_jax.cluster.counters import read_counters
+from megascale_jax.cluster.counters import AGE, Counters, read_counters
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +76,36 @@ def fake_nvml(ecc):
         nvmlDeviceGetTemperature=lambda device, sensor: 60,
         nvmlDeviceGetTotalEccErrors=ecc,
     )
+
+
+def test_a_driver_that_has_gone_is_a_host_without_gpus(tmp_path, monkeypatch):
+    nvml = fake_nvml(lambda *_: 0)
+    nvml.nvmlDeviceGetCount = lambda: lost(0)
+    monkeypatch.setattr(counters, "_nvml", lambda: nvml)
+    assert set(read_counters(tmp_path, tmp_path)) == {"host.load", "host.free_bytes", "disk.free_bytes"}
+
+
+def test_values_that_are_old_are_not_told_but_their_age_is(monkeypatch):
+    asked, clock = threading.Event(), [100.0]
+    monkeypatch.setattr(counters.time, "monotonic", lambda: clock[0])
+
+    def read():
+        if asked.is_set():
+            raise ValueError("broken")
+        asked.set()
+        return {"host.load": 1.0}
+
+    found = Counters(read, every_s=0.001)
+    assert found.newest() == {AGE: 0.0}
+    found.start()
+    assert asked.wait(20)
+    while "host.load" not in found.newest() and found._error == "":
+        threading.Event().wait(0.001)
+    clock[0] = 129.0
+    assert found.newest() == {"host.load": 1.0, AGE: 29.0}
+    clock[0] = 131.0
+    assert found.newest() == {AGE: 31.0}
+    found.close()
 
 
 def gpus(tmp_path, monkeypatch, ecc):

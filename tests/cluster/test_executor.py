@@ -2,11 +2,13 @@
 
 import asyncio
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
+from megascale_jax.cluster.counters import AGE
 from megascale_jax.cluster.executor import Executor
 from megascale_jax.cluster.messages import Assignment, Beat, Desired, Diagnosis, DiagnosisOrder, Hello, Message
 from megascale_jax.cluster.processes import TrainingProcesses
@@ -35,7 +37,13 @@ class Driver:
 class Node:
     """One executor with real processes."""
 
-    def __init__(self, folder: Path, command: tuple[str, ...] = SLEEPS, orphan_s: float = 600.0):
+    def __init__(
+        self,
+        folder: Path,
+        command: tuple[str, ...] = SLEEPS,
+        orphan_s: float = 600.0,
+        counters: Callable[[], dict[str, float]] = dict,
+    ):
         self.driver, self.examined = Driver(), []
         hello = Hello(node="node-0", incarnation="x", address="127.0.0.1", ports=(1,), software={})
 
@@ -43,7 +51,7 @@ class Node:
             self.examined.append(order.round)
             return [{"check": "disk", "status": "pass"}]
 
-        args = (hello, command, {"PATH": "/usr/bin:/bin"}, TrainingProcesses(), self.driver, examine, dict, folder)
+        args = (hello, command, {"PATH": "/usr/bin:/bin"}, TrainingProcesses(), self.driver, examine, counters, folder)
         self.executor = Executor(*args, orphan_s=orphan_s)
 
     def want(self, attempt: int | None = None, **values: object) -> None:
@@ -101,6 +109,26 @@ def test_a_process_that_ends_is_told_at_once_and_not_started_again(tmp_path) -> 
         assert len({process.pid for message in node.driver.heard if isinstance(message, Beat) for process in message.processes}) == 1
 
     play(tmp_path, story, command=(sys.executable, "-c", "raise SystemExit(7)"))
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_counters_that_hang_or_fail_stop_neither_beats_nor_orders(tmp_path, hangs) -> None:
+    ended = threading.Event()
+
+    def counters() -> dict[str, float]:
+        if hangs:
+            ended.wait(LIMIT_S)
+        raise OSError("dead file system")
+
+    async def story(node: Node) -> None:
+        node.want(1)
+        await node.until(lambda: bool(node.driver.beat.processes))
+        assert set(node.driver.beat.counters) == {AGE}
+        count = len(node.driver.heard)
+        await node.until(lambda: len(node.driver.heard) > count + 2)
+        ended.set()
+
+    play(tmp_path, story, counters=counters)
 
 
 def test_while_the_driver_is_away_all_goes_on(tmp_path) -> None:

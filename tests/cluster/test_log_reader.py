@@ -1,5 +1,7 @@
 """A growing log: every line once, whatever the pieces; a flood costs neither time nor disk, and its first cause stays."""
 
+import errno
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -106,3 +108,16 @@ def test_line_without_an_end_is_not_kept_in_memory_for_ever(path, monkeypatch):
         append(path, "x" * 900)
         reader.read()
     assert len(reader._rest) <= 1000
+
+
+def test_a_log_that_cannot_be_read_says_so_once_and_goes_on(path, monkeypatch):
+    def broken(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    reader = LogReader(path)
+    append(path, b"first\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(log_reader.os, "pread", broken)
+        assert reader.read() == ("... the log cannot be read: Input/output error ...",)
+        assert reader.read() == ()
+    assert reader.read() == ("first",)
