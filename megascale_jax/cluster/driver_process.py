@@ -18,9 +18,9 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, TypeAdapter
 
 from megascale_jax.cluster.driver import Driver
-from megascale_jax.cluster.lifecycle import ENDS, Phase
+from megascale_jax.cluster.lifecycle import ENDS, NodeStatus, Phase
 from megascale_jax.cluster.link import operators
-from megascale_jax.cluster.link.audit import AuditLog
+from megascale_jax.cluster.link.audit import AuditLog, records
 from megascale_jax.cluster.link.connection import Peer
 from megascale_jax.cluster.link.security import Security
 from megascale_jax.cluster.link.server import LinkServer
@@ -29,7 +29,7 @@ from megascale_jax.cluster.messages import Answer, Beat, Command, Desired, Diagn
 from megascale_jax.cluster.state import Ordered, Rewind
 from megascale_jax.cluster.status import status_of
 from megascale_jax.config.cluster import DRIVER_LOCK
-from megascale_jax.errors import JournalError, RunFolderError, StorageError
+from megascale_jax.errors import JournalError, RunFolderError, StorageError, UsageError
 from megascale_jax.observe.report import replace_file
 
 TICK_S = 0.1
@@ -38,17 +38,23 @@ LEAVE_S = 15.0
 DRIVER_FILE = "driver.json"
 _PROGRESS_S = 10.0
 _AGAIN_S = 2.0
+_NUMBER = "number"
+"""Of a request, in the details of an audit line."""
 
 
 class Control:
-    """Hears nodes and operators; speaks to them for the driver."""
+    """Hears nodes and operators; speaks to them for the driver.
+
+    Every command that may change something is in the audit log twice: that it was asked for, before, and what became of it. `status`
+    changes nothing, may be asked each second, and is not in it.
+    """
 
     def __init__(self, audit: AuditLog, rule: operators.Rule, saved: Callable[[], list[int]]):
         """``saved``: steps of the checkpoints on storage. Raises OSError when that cannot be asked."""
         self._saved = saved
         self.driver: Driver | None = None
         self._audit, self._rule = audit, rule
-        self._requests = operators.Requests()
+        self._requests = operators.Requests(used=_used_numbers(audit.path))
         self._nodes: dict[str, Peer] = {}
 
     def send(self, name: str, message: Desired) -> None:
@@ -86,15 +92,25 @@ class Control:
             self._audit.append(peer.name, peer.role, "asked", {"command": command.action, "node": command.node})
         except StorageError as error:
             return Answer(is_done=False, text=f"nothing was done, since it could not be put on record: {error}")
-        now, action = driver.clock.now(), operators.Command(command.action)
+        now, action, number = driver.clock.now(), operators.Command(command.action), command.number
         if action is operators.Command.CONFIRM:
-            self._requests, outcome = operators.confirm(self._requests, command.number or 0, peer.name, peer.role, now)
+            self._requests, outcome = operators.confirm(self._requests, number or 0, peer.name, peer.role, now)
         else:
-            target = command.node or ""
-            self._requests, outcome = operators.submit(self._requests, action, target, peer.name, peer.role, now, self._rule)
+            target, node = command.node or "", driver.state.nodes.get(command.node or "")
+            is_evicted = node is not None and node.status == NodeStatus.EVICTED
+            self._requests, outcome = operators.submit(
+                self._requests, action, target, peer.name, peer.role, now, self._rule, is_evicted=is_evicted
+            )
         answer = self._carried_out(outcome, command.rewind)
-        details = {"node": command.node} if command.rewind is None else {"rewind": list(command.rewind)}
-        self._audit.append(peer.name, peer.role, action, {**details, "done": answer.is_done, "answer": answer.text})
+        details: dict[str, Any] = {"node": command.node} if command.rewind is None else {"rewind": list(command.rewind)}
+        if isinstance(outcome, operators.Wait):
+            details[_NUMBER] = outcome.request.number
+        elif number is not None:
+            details = {"node": outcome.target if isinstance(outcome, operators.Execute) else None, _NUMBER: number}
+        try:
+            self._audit.append(peer.name, peer.role, action, {**details, "done": answer.is_done, "answer": answer.text})
+        except (StorageError, UsageError) as error:  # it is done, or not, whatever the disk takes
+            return answer.model_copy(update={"text": f"{answer.text}; the audit log could not take this outcome: {error}"})
         return answer
 
     def _carried_out(self, outcome: operators.Outcome, rewind: Rewind | None) -> Answer:
@@ -143,6 +159,16 @@ class Control:
             return ""
         there = ", ".join(map(str, steps)) or "none"
         return f"no checkpoint of step {step} or before is on storage, only of {there}; choose a later --to-step"
+
+
+def _used_numbers(audit: Path) -> frozenset[int]:
+    """Numbers of all requests in the log of a job; of a log that is damaged, those before the damage."""
+    found: set[int] = set()
+    with contextlib.suppress(UsageError):
+        for record in records(audit):
+            if isinstance(number := record.details.get(_NUMBER), int):
+                found.add(number)
+    return frozenset(found)
 
 
 def permits(role: Role, message: BaseModel) -> bool:

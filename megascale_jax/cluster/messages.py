@@ -9,12 +9,15 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from megascale_jax.cluster.diagnose.request import PairTask
-from megascale_jax.cluster.reports import ProcessReport
+from megascale_jax.cluster.diagnose.request import PairTask, Port
+from megascale_jax.cluster.reports import Count, ProcessReport
 from megascale_jax.config.schema import NonNegative, Positive
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
 Name = Annotated[str, Field(pattern=_NAME)]
+Text = Annotated[str, Field(max_length=255, pattern=r"^[^\x00-\x1f\x7f]*$")]
+"""One line for people. What a node says of itself is kept in the journal, so all of it has bounds."""
+MOST_PORTS = 64
 
 
 def is_name(text: str) -> bool:
@@ -33,31 +36,33 @@ class Hello(Message):
 
     kind: Literal["hello"] = "hello"
     node: Name
-    incarnation: str = Field(description="of this executor process; a restarted one has another")
-    address: str = Field(description="where other nodes reach this one")
-    ports: tuple[int, ...] = Field(description="free ports there, for the coordinator of one attempt each")
-    software: dict[str, str] = Field(description="versions that should be the same on all nodes")
-    machine: str = Field(default="", description="what it runs on; an evicted node that comes on another machine is a new one")
-    attempt: int = Field(default=0, description="attempt whose processes it has")
-    switch: str | None = Field(default=None, max_length=255, description="where it hangs in the network, if known")
+    incarnation: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="of this executor process; a restarted one has another")
+    address: str = Field(pattern=r"^[A-Za-z0-9:][A-Za-z0-9.:%_-]{0,254}$", description="where other nodes reach this one")
+    ports: tuple[Port, ...] = Field(
+        min_length=1, max_length=MOST_PORTS, description="free ports there, for the coordinator of one attempt each"
+    )
+    software: dict[Text, Text] = Field(max_length=100, description="versions that should be the same on all nodes")
+    machine: Text = Field(default="", description="what it runs on; an evicted node that comes on another machine is a new one")
+    attempt: Count = Field(default=0, description="attempt whose processes it has")
+    switch: Text | None = Field(default=None, description="where it hangs in the network, if known")
 
 
 class Beat(Message):
     """Liveness and progress of a node."""
 
     kind: Literal["beat"] = "beat"
-    attempt: int = Field(description="newest attempt this node was given; 0: none")
+    attempt: Count = Field(description="newest attempt this node was given; 0: none")
     is_idle: bool = Field(description="no training process is left")
-    processes: tuple[ProcessReport, ...]
-    counters: dict[str, float] = Field(default={}, description="of GPU, network and host, as they stand")
+    processes: tuple[ProcessReport, ...] = Field(max_length=64)
+    counters: dict[Text, float] = Field(default={}, description="of GPU, network and host, as they stand")
 
 
 class Diagnosis(Message):
     """Outcomes of the checks of one round."""
 
     kind: Literal["diagnosis"] = "diagnosis"
-    round: int
-    outcomes: tuple[dict[str, JsonValue], ...]
+    round: Count
+    outcomes: tuple[dict[str, JsonValue], ...] = Field(max_length=200, description="each one checked by `diagnose/checks.py`")
 
 
 class Command(Message):
@@ -66,7 +71,7 @@ class Command(Message):
     kind: Literal["command"] = "command"
     action: Literal["status", "stop", "restart", "rewind", "evict", "confirm", "cordon", "uncordon"]
     node: Name | None = None
-    number: int | None = Field(default=None, description="of the eviction that is confirmed")
+    number: Count | None = Field(default=None, description="of the eviction that is confirmed")
     rewind: tuple[NonNegative, NonNegative, Positive] | None = Field(
         default=None, description="step, first and end of the samples to skip, as train.rewinds"
     )

@@ -3,11 +3,14 @@
 import math
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FiniteFloat
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
 
 from megascale_jax.observe.spike import Spike
 
 LOG_LINES, LOG_LINE_CHARACTERS = 20, 300
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Word = Annotated[str, Field(max_length=64)]
 
 State = Literal["running", "stopped", "zombie", "exited"]
 """``stopped``: by SIGSTOP or a debugger. ``zombie``: its main thread has ended and others have not, as when one hangs in a driver."""
@@ -32,27 +35,27 @@ class ProcessReport(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    rank: int
-    pid: int
+    rank: Count
+    pid: Count
     state: State
-    exit_code: int | None
-    signal: int | None
-    step: int | None
-    section: str
+    exit_code: Annotated[int, Field(ge=-(1 << 31), lt=1 << 32)] | None
+    signal: Annotated[int, Field(ge=0, lt=256)] | None
+    step: Count | None
+    section: Word
     in_section_s: FiniteFloat
-    longest_s: dict[str, FiniteFloat]
-    passes: dict[str, int]
+    longest_s: Annotated[dict[Word, FiniteFloat], Field(max_length=64)]
+    passes: Annotated[dict[Word, Count], Field(max_length=64)]
     loss: Annotated[FiniteFloat | None, BeforeValidator(_finite)]
-    non_finite_in_a_row: int
-    saved_step: int | None
-    durable_step: int | None
+    non_finite_in_a_row: Count
+    saved_step: Count | None
+    durable_step: Count | None
     step_s: FiniteFloat | None
     cpu_s: FiniteFloat
-    rss_bytes: int
-    log: tuple[str, ...]
-    keywords: tuple[str, ...]
+    rss_bytes: Count
+    log: Annotated[tuple[Annotated[str, Field(max_length=LOG_LINE_CHARACTERS)], ...], Field(max_length=LOG_LINES)]
+    keywords: Annotated[tuple[Word, ...], Field(max_length=256)]
     is_secondary: bool | None
-    odd_ranks: tuple[int, ...] | None = None
+    odd_ranks: Annotated[tuple[Count, ...], Field(max_length=64)] | None = None
     is_odd_certain: bool = False
     spike: Spike | None = None
     silent_s: FiniteFloat | None = None

@@ -2,11 +2,16 @@
 
 `REQUIRED` says which role a command needs. Evicting a node by hand takes two persons: the first admin's request waits until another admin
 confirms it, or until it expires (`submit`, `confirm`). Who a person is, is the name in his token.
+
+What waits is in the driver's memory: a driver that was started again has forgotten it. So a request is known by a random number that no
+other one of the job has had, and a late confirmation does not meet another request.
 """
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from random import Random
 from types import MappingProxyType
 
 from megascale_jax.cluster.link.tokens import Role
@@ -16,8 +21,6 @@ class Command(StrEnum):
     """What an operator can ask of a driver."""
 
     STATUS = "status"
-    LOGS = "logs"
-    DIAGNOSE = "diagnose"
     CORDON = "cordon"
     UNCORDON = "uncordon"
     EVICT = "evict"
@@ -30,8 +33,6 @@ class Command(StrEnum):
 REQUIRED: Mapping[Command, Role] = MappingProxyType(
     {
         Command.STATUS: Role.VIEW,
-        Command.LOGS: Role.VIEW,
-        Command.DIAGNOSE: Role.OPERATE,
         Command.CORDON: Role.OPERATE,
         Command.UNCORDON: Role.OPERATE,
         Command.EVICT: Role.ADMIN,
@@ -41,14 +42,22 @@ REQUIRED: Mapping[Command, Role] = MappingProxyType(
         Command.CONFIRM: Role.ADMIN,
     }
 )
-"""The least role for each command."""
+"""The least role for each command. What one admin had to ask for and another to confirm, is not undone with less: see `needed`."""
 
 _RANK = {Role.VIEW: 1, Role.OPERATE: 2, Role.ADMIN: 3}
 
 
-def may(role: Role, command: Command) -> bool:
+_NUMBERS = range(100_000, 1_000_000)
+
+
+def needed(command: Command, *, is_evicted: bool = False) -> Role:
+    """The least role for a command; ``is_evicted``: its node has been evicted."""
+    return Role.ADMIN if command is Command.UNCORDON and is_evicted else REQUIRED[command]
+
+
+def may(role: Role, command: Command, *, is_evicted: bool = False) -> bool:
     """Whether the role suffices. An executor is no operator: it may do none of them."""
-    return _RANK.get(role, 0) >= _RANK[REQUIRED[command]]
+    return _RANK.get(role, 0) >= _RANK[needed(command, is_evicted=is_evicted)]
 
 
 @dataclass(frozen=True)
@@ -73,10 +82,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Requests:
-    """All that wait. ``last``: the number of the newest, of those that no longer wait too, so no number means two requests."""
+    """All that wait. ``used``: numbers of all that there were in this job, so no number means two requests."""
 
     waiting: tuple[Request, ...] = ()
-    last: int = 0
+    used: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -106,17 +115,30 @@ class Refuse:
 Outcome = Execute | Wait | Refuse
 
 
-def submit(requests: Requests, command: Command, target: str, by: str, role: Role, now: float, rule: Rule) -> tuple[Requests, Outcome]:
-    """An operator asks for a command other than `Command.CONFIRM`; ``now``: seconds, of one clock that outlives the driver.
+def submit(
+    requests: Requests,
+    command: Command,
+    target: str,
+    by: str,
+    role: Role,
+    now: float,
+    rule: Rule,
+    *,
+    is_evicted: bool = False,
+    random: Random | None = None,
+) -> tuple[Requests, Outcome]:
+    """An operator asks for a command other than `Command.CONFIRM`; ``now``: seconds, of one clock.
 
+    ``is_evicted``: the target is a node that has been evicted; ``random``: where numbers come from, default the system.
     The same request of the same person, made again, is the one that waits already; a second person's is no confirmation: he may not know
     of the first.
     """
     requests = expire(requests, now)
     if command is Command.CONFIRM:
         return requests, Refuse("a confirmation names a request by its number")
-    if not may(role, command):
-        return requests, Refuse(f"{command} needs the role {REQUIRED[command]}; {by} has {role}")
+    if not may(role, command, is_evicted=is_evicted):
+        what = f"{command} of an evicted node" if is_evicted and command is Command.UNCORDON else command
+        return requests, Refuse(f"{what} needs the role {needed(command, is_evicted=is_evicted)}; {by} has {role}")
     if command not in rule.commands:
         return requests, Execute(command, target, by)
     for request in requests.waiting:
@@ -126,8 +148,9 @@ def submit(requests: Requests, command: Command, target: str, by: str, role: Rol
             return requests, Refuse(f"{command} {target} was asked for by {request.by}: confirm request {request.number} instead")
     if len(requests.waiting) >= rule.most:
         return requests, Refuse(f"{len(requests.waiting)} requests wait already; confirm them, or let them expire")
-    request = Request(requests.last + 1, command, target, by, now + rule.limit_s)
-    return Requests((*requests.waiting, request), request.number), Wait(request)
+    number = _unused(requests.used, random or secrets.SystemRandom())
+    request = Request(number, command, target, by, now + rule.limit_s)
+    return Requests((*requests.waiting, request), requests.used | {number}), Wait(request)
 
 
 def confirm(requests: Requests, number: int, by: str, role: Role, now: float) -> tuple[Requests, Outcome]:
@@ -147,6 +170,12 @@ def confirm(requests: Requests, number: int, by: str, role: Role, now: float) ->
 def expire(requests: Requests, now: float) -> Requests:
     """Without those whose time is over."""
     return replace(requests, waiting=tuple(request for request in requests.waiting if now < request.expires))
+
+
+def _unused(used: frozenset[int], random: Random) -> int:
+    while (number := random.choice(_NUMBERS)) in used:
+        pass
+    return number
 
 
 def _same(first: str, second: str) -> bool:
