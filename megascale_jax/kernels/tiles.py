@@ -1,9 +1,9 @@
 """The table of tiles: which block sizes, warps and stages a kernel gets, by architecture and shape class.
 
 ``tiles.yaml`` is checked in. Of each entry's candidates the first is used, the others are there to be ranked by ``make
-gpu-check``; every one of them fits the chip without spilling a register, which a test compiles them all to see. A shape
-class is the largest width that an entry is for; wider than all of them gets the last one and one log line. Nothing is
-tuned while a run goes on.
+gpu-check``; every one of them fits the chip without spilling a register: ``python -m tests.kernels.launches`` compiles
+them all to see, and a test sees that this was done since anything changed. A shape class is the largest width that an
+entry is for; wider than all of them gets the last one and one log line. Nothing is tuned while a run goes on.
 """
 
 import logging

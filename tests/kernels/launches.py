@@ -1,17 +1,28 @@
 """Launches of every kernel on abstract arrays, in the form that takes most of a chip; also a command that prints what they take.
 
-``python -m tests.kernels.launches 90`` compiles every candidate of the table for a compute capability and prints a line of JSON
-for each: kernel, shape class, tile, registers, problems. A process of its own, because Triton must not be in interpreter mode.
+``python -m tests.kernels.launches`` compiles every candidate of the table (two minutes), prints a line of JSON for each: kernel,
+architecture, shape class, tile, registers, problems; and where there is no problem it writes `COMPILED`, the digest of all that
+this depends on. ``--sample`` compiles `sample` alone and writes nothing. A process of its own, because Triton must not be in
+interpreter mode.
 """
 
+import hashlib
 import json
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-from megascale_jax.kernels.launch import Launch, Tile
+import megascale_jax.kernels
+from megascale_jax.kernels.launch import Architecture, Launch, Tile
+from megascale_jax.kernels.tiles import every_candidate
+
+COMPILED = Path(__file__).with_name("compiled.sha256")
+SAMPLE_HEAD = 128
+Candidate = tuple[str, Architecture, int, Tile]
 
 WIDTHS = {"norm": (1024, 2048, 5120, 8192, 12288, 16384), "activation": (6144, 1048576), "loss": (1000, 64000, 1048576)}
 """Of rows, each in the shape class that it belongs to: those of the models here, and the widest."""
@@ -35,8 +46,6 @@ def launches(kernel: str, width: int, tile: Tile) -> Iterator[Launch]:
 
 def classes_of(kernel: str) -> set[int]:
     """All shape classes of a kernel, of whatever architecture."""
-    from megascale_jax.kernels.tiles import every_candidate
-
     return {width for name, _, width, _ in every_candidate() if name == kernel}
 
 
@@ -92,19 +101,45 @@ def _loss(kernel: str, width: int, tile: Tile) -> Iterator[Launch]:
         yield triton.gradient_launch(logits, rows, targets, offset, rows, width - 3, tile)
 
 
-def main(architecture: int) -> None:
-    """Print a line for every candidate."""
-    from megascale_jax.kernels.resources import resources
-    from megascale_jax.kernels.tiles import every_candidate
+def sample() -> list[Candidate]:
+    """Of every kernel and architecture the tile that is used first: of heads of `SAMPLE_HEAD`, or of the narrowest rows."""
+    found: dict[tuple[str, Architecture], Candidate] = {}
+    for kernel, architecture, width, tile in every_candidate():
+        if architecture != "interpreter" and (width == SAMPLE_HEAD or not kernel.startswith("attention.")):
+            found.setdefault((kernel, architecture), (kernel, architecture, width, tile))
+    return list(found.values())
 
-    for kernel, found, width, tile in every_candidate():
-        if found != architecture:
-            continue
+
+def digest() -> str:
+    """Hexadecimal SHA-256 of kernels, launches, table, and the versions of Triton and of the assembler."""
+    kernels = Path(megascale_jax.kernels.__file__).parent
+    sources = [*kernels.glob("*/triton*.py"), kernels / "launch.py", kernels / "resources.py", kernels / "tiles.yaml", Path(__file__)]
+    content = hashlib.sha256(f"{version('triton')} {version('nvidia-cuda-nvcc')}".encode())
+    for source in sorted(sources):
+        content.update(hashlib.sha256(source.read_bytes()).digest())
+    return content.hexdigest()
+
+
+def main(candidates: list[Candidate]) -> bool:
+    """Print a line for every launch of the candidates; whether none has a problem."""
+    from megascale_jax.kernels.resources import resources
+
+    is_well = True
+    for kernel, architecture, width, tile in candidates:
+        assert isinstance(architecture, int), "the interpreter compiles nothing"
         for launch in launches(kernel, width, tile):
             taken = resources(launch, architecture)
-            line = {"kernel": kernel, "width": width, "tile": tile.text, "registers": taken.registers, "shared": taken.shared_bytes}
-            print(json.dumps(line | {"problems": taken.problems(architecture)}), flush=True)
+            problems = taken.problems(architecture)
+            line = {"kernel": kernel, "architecture": architecture, "width": width, "tile": tile.text, "registers": taken.registers}
+            print(json.dumps(line | {"shared": taken.shared_bytes, "problems": problems}), flush=True)
+            is_well &= not problems
+    return is_well
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    if sys.argv[1:] == ["--sample"]:
+        sys.exit(not main(sample()))
+    before = digest()
+    if not main([one for one in every_candidate() if one[1] != "interpreter"]):
+        sys.exit("error: some candidates have problems, see above; the digest is not written")
+    COMPILED.write_text(f"{before}\n")
