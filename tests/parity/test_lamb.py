@@ -18,6 +18,7 @@ from tests.reference import lamb_reference, mean_loss, x64
 OPTIMIZER = {"learning_rate": 0.02, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-3, "weight_decay": 0.1, "clip_norm": 1.0}
 MODEL = {"num_layers": 2, "window": 3, "activation": "swiglu", "num_kv_heads": 4, "mlp_bias": True, "tied_head": True}
 STEPS = 3
+VALID = (40, 7, 0, 16)
 DECAYING = {"embedding", "q", "k", "v", "o", "gate", "up", "down"}
 
 
@@ -34,22 +35,29 @@ def compiled(mesh):
     return config, plan, steps, jax.tree.map(np.array, state), jax.tree.map(lambda leaf: leaf.sharding, state)
 
 
+@cache
+def reference_gradient():
+    """Called in float64. Model and batch are the same for every mesh."""
+    config = compiled((1, 1, 1))[0]
+    batch = random_batch(config, valid=VALID)
+    return jax.jit(jax.grad(lambda params: mean_loss(config.model, params, batch)))
+
+
 def start(mesh):
     config, plan, steps, stored, shardings = compiled(mesh)
     return config, plan, steps, jax.device_put(stored, shardings)
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 2), (1, 4, 2), (2, 2, 2)], ids=lambda m: f"pipe{m[0]}-data{m[1]}-tensor{m[2]}")
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 4, 2), (2, 2, 2)], ids=lambda m: f"pipe{m[0]}-data{m[1]}-tensor{m[2]}")
 def test_lamb_equals_float64_reference_when_layers_are_stacked_and_sharded(mesh):
     config, plan, steps, state = start(mesh)
-    batch = random_batch(config, valid=(40, 7, 0, 16))
+    batch = random_batch(config, valid=VALID)
     params = logical(plan, state.params)
     specs = plan.zero.specs
     with x64():
-        gradient = jax.jit(jax.grad(lambda p: mean_loss(config.model, p, batch)))
         expected = lamb_reference(
             params,
-            gradient,
+            reference_gradient(),
             STEPS,
             {name for name, spec in specs.items() if spec.per_layer},
             {name: name in DECAYING for name in specs},
@@ -110,11 +118,11 @@ def test_all_ranks_skip_when_one_rank_has_an_infinite_gradient(rank):
 
 
 def test_learning_rate_and_counters_hold_when_a_step_is_skipped():
-    config, plan, steps, state = start((1, 2, 2))
+    config, plan, steps, state = start((1, 4, 2))
     batch = random_batch(config, valid=(-1, -1, -1, -1))
     healthy = state.params["embedding"]
     broken = jax.device_put(np.full(healthy.shape, np.nan, np.float32), healthy.sharding)
-    votes = np.zeros(4, np.int32)
+    votes = np.zeros(8, np.int32)
     state, _ = steps.train(
         TrainState(state.step, dict(state.params, embedding=broken), state.optimizer, state.rng), place_batch(plan, batch), votes
     )
@@ -124,12 +132,12 @@ def test_learning_rate_and_counters_hold_when_a_step_is_skipped():
 
 @pytest.mark.parametrize("valid", [(0, 0, 0, 0), (1, 0, 0, 0)])
 def test_numbers_stay_finite_when_a_batch_is_padding(valid):
-    config, plan, steps, state = start((1, 2, 2))
+    config, plan, steps, state = start((1, 4, 2))
     batch = random_batch(config, valid=valid)
     padding = batch["targets"] < 0
     for key in ("tokens", "segment_ids", "positions"):
         batch[key] = np.where(padding.all(-1, keepdims=True), 0, batch[key])
-    state, metrics = steps.train(state, place_batch(plan, batch), np.zeros(4, np.int32))
+    state, metrics = steps.train(state, place_batch(plan, batch), np.zeros(8, np.int32))
     assert int(metrics["skipped"]) == 0
     assert int(metrics["tokens"]) == sum(valid)
     assert float(metrics["loss"]) == 0.0 if sum(valid) == 0 else float(metrics["loss"]) > 0
