@@ -48,15 +48,14 @@ ONE_STAGE = [
     "parallel.virtual_stages=null",
     "parallel.micro_batch_size=2",
 ]
-PLANS = {"8-gpus": (1, []), "64-gpus": (8, []), "64-gpus-one-stage": (8, ONE_STAGE)}
+PLANS = {"64-gpus": (8, []), "64-gpus-one-stage": (8, ONE_STAGE)}
 EXPOSED = {
-    "8-gpus": {"P.gather_a"},
     "64-gpus": {"P.gather_a"},
     "64-gpus-one-stage": {"B1.gather", "L0.scatter"},
 }
 """Messages of loops that need not be covered. ``P.gather_a``: nothing follows the last phase of a warm-up tick, and XLA lets a
 message as short as here end under copies. One stage: its plan has no product left beside these two in the cool-down."""
-PEAK_MIB = {"8-gpus": 10_540, "64-gpus": 8_140, "64-gpus-one-stage": 8_045}
+PEAK_MIB = {"64-gpus": 8_140, "64-gpus-one-stage": 8_045}
 """Recorded peak, with 3 % of air: a plan that needs more has lost a buffer's reuse."""
 
 
@@ -126,8 +125,9 @@ def test_loop_bodies_hold_each_kernel_once_for_each_layer_that_it_serves(compile
 def test_sharded_step_holds_the_kernels_of_other_gpus(target, tmp_path):
     """All of Triton's kernels inside the step of eight GPUs, compiled for their compute capability."""
     check_installed()
+    # one window: each of attention's kernels is compiled once
     kernels = [f"system.kernels.{operator}=triton" for operator in ("attention", "norm", "activation", "loss")]
-    sizes = ["model.num_layers=2", "model.hidden_size=256", "model.num_heads=2", "model.mlp_size=1024"]
+    sizes = ["model.num_layers=2", "model.hidden_size=256", "model.num_heads=2", "model.mlp_size=1024", "model.window=512"]
     experiment = resolve("gpt-1b", [*SMALL, *sizes, *kernels, "parallel.pipe=1", "parallel.virtual_stages=1"], target, 1)
     compile_experiment(experiment, target, tmp_path)
     module = parse_module((tmp_path / "module.hlo").read_text())
