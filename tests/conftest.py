@@ -12,7 +12,9 @@ from tests.fake_s3 import fake_s3
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("PJRT_NPROC", "64")  # threads for devices that wait in several collectives
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0")
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+)
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("MEGASCALE_KEEPER_IDLE_S", "5")  # keepers that a failed or killed run left behind
 

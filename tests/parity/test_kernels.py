@@ -22,11 +22,9 @@ MODELS = {
 @pytest.mark.parametrize(
     ("model", "remat", "tensor"),
     [
-        ("layernorm-gelu", "none", 1),
         ("layernorm-gelu", "full", 1),
-        ("rmsnorm-swiglu-groups", "none", 1),
         ("rmsnorm-swiglu-groups", "selective", 1),
-        ("layernorm-gelu", "none", 2),  # the vocabulary is split
+        ("layernorm-gelu", "none", 2),  # the vocabulary is split; without remat nothing depends on the model
     ],
 )
 def test_step_with_triton_kernels_gives_the_loss_and_gradients_of_the_references(model, remat, tensor):
