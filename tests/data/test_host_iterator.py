@@ -30,7 +30,6 @@ from megascale_jax.errors import DataError
 ROOT = Path(__file__).parents[2]
 LAYOUT: dict[str, Any] = {"global_batch_size": 16, "data_size": 4, "micro_batch_size": 2, "seed": 3}
 LIMIT_S = 30.0
-KILLS_IN_A_ROW = 4
 
 
 @pytest.fixture
@@ -325,14 +324,10 @@ def shared_memory_bytes() -> int:
     return 1024 * next(int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("Shmem:"))
 
 
-def test_hundred_kills_of_loaders_and_ranks_leave_nothing_behind(prepared, name, monkeypatch):
-    """SIGKILL at every stage: a loader that starts, that serves, the rank that owns it, all at once.
-
-    More deaths in a row are mended than in production: a loader that starts is killed far sooner than one that serves.
-    """
-    monkeypatch.setattr(loader_client, "MAX_DEATHS", 2 * KILLS_IN_A_ROW)
+def test_hundred_kills_of_loaders_and_ranks_leave_nothing_behind(prepared, name):
+    """SIGKILL at every stage: a loader that starts, that serves, the rank that owns it, all at once."""
     names_before = shared_memory_names()
-    own = {"shuffle": False, "global_batch_size": 16 * 512}  # 8 MiB rings: those of the loaders that served would be seen
+    own = {"shuffle": False, "global_batch_size": 16 * 256}  # 4 MiB rings: a hundred of them would be seen
     memory_before = shared_memory_bytes()
     kills, loaders = 0, set()
     rng = np.random.default_rng(0)
@@ -341,14 +336,13 @@ def test_hundred_kills_of_loaders_and_ranks_leave_nothing_behind(prepared, name,
         host.check()
         assert socket_name in Path("/proc/net/unix").read_text()
         while kills < 80:
-            time.sleep(0.002)
             pid = host.ranks[0].loader_pid
             if pid not in loaders:
                 time.sleep(rng.choice([0.0, rng.uniform(0, 0.3)]))
                 os.kill(pid, signal.SIGKILL)
                 loaders.add(pid)
                 kills += 1
-                if kills % KILLS_IN_A_ROW == 0:
+                if kills % 2 == 0:  # fewer than are mended in a row
                     host.check()
         host.check(3)
         loaders.add(host.ranks[0].loader_pid)
