@@ -24,8 +24,8 @@ MODELS = {
     "2.7B": [*ALONE, *VOCABULARY, "model.num_layers=32", "model.hidden_size=2560", "model.num_heads=20", "model.mlp_size=10240"],
 }
 """Changes of gpt-1b: parallel block, windows of 1,024 and full attention in turn, length 2,048. 2.7B with heads of 128."""
-TINY = [*ALONE, "model.num_layers=2", "model.hidden_size=32", "model.num_heads=2", "model.mlp_size=64", "model.vocab_size=64"]
-TINY += ["model.sequence_length=16", "model.window=[8, full]"]
+TINY = [*ALONE, "model.num_layers=1", "model.hidden_size=32", "model.num_heads=2", "model.mlp_size=64", "model.vocab_size=64"]
+TINY += ["model.sequence_length=16", "model.window=8"]
 SWAPS = ("attention=triton", "attention=cudnn", "norm=reference", "activation=triton", "loss=reference")
 DRY_SWAPS = ("attention=triton", "norm=triton", "activation=triton", "loss=triton")
 ROWS = (16, 8, 4, 2, 1)
