@@ -159,6 +159,7 @@ def test_an_executor_that_is_told_to_end_has_not_finished(tmp_path) -> None:
     options = ["--driver", "127.0.0.1:1", "--security", str(place), "--token", str(token), "--node", "node-0", "--machine", "machine-1"]
     command = [sys.executable, "-m", "megascale_jax.cluster.executor_process", *options, "--folder", str(tmp_path / "node"), "--", "true"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as executor:
+        assert executor.stderr is not None
         try:
             assert any("is tried again" in line for line in executor.stderr)
             executor.terminate()
