@@ -1,6 +1,6 @@
 """Roles, and the rule of two persons: never executed twice, never by one person, never after its time."""
 
-from random import Random
+from random import Random, SystemRandom
 
 import pytest
 from hypothesis import given
@@ -71,11 +71,15 @@ def test_what_two_persons_did_is_not_undone_by_one_with_less():
 
 def test_a_number_is_never_that_of_a_request_before():
     """A confirmation that comes late, after a new start of the driver even, must not meet another eviction."""
-    first = submit(Requests(), Command.EVICT, "node-3", "alice", Role.ADMIN, 0.0, ON, random=Random(1))[1]
-    used = frozenset({first.request.number})
-    again = submit(Requests(used=used), Command.EVICT, "node-1", "alice", Role.ADMIN, 0.0, ON, random=Random(1))[1]
-    assert again.request.number not in used
-    numbers = {submit(Requests(), Command.EVICT, "node-3", "alice", Role.ADMIN, 0.0, ON)[1].request.number for _ in range(3)}
+
+    def number(requests: Requests, node: str, random: Random | None = None) -> int:
+        outcome = submit(requests, Command.EVICT, node, "alice", Role.ADMIN, 0.0, ON, random=random or SystemRandom())[1]
+        assert isinstance(outcome, Wait)
+        return outcome.request.number
+
+    first = number(Requests(), "node-3", Random(1))
+    assert number(Requests(used=frozenset({first})), "node-1", Random(1)) != first
+    numbers = {number(Requests(), "node-3") for _ in range(3)}
     assert len(numbers) > 1 and all(100_000 <= number < 1_000_000 for number in numbers)
 
 
