@@ -145,7 +145,7 @@ class _Request:
 
 def _drive(job: _Request) -> dict[str, Any] | None:
     """Drive the job of a folder that is ours to its end; its last status, ``None`` when it had all its steps before."""
-    import asyncio
+    import uvloop
 
     from megascale_jax.checkpoint.manifest import published_steps
     from megascale_jax.cluster.anomaly import Watcher
@@ -186,7 +186,7 @@ def _drive(job: _Request) -> dict[str, Any] | None:
         rule = Rule() if config.two_persons else Rule(frozenset())
         link = Security.load(security, role="driver")
         steps = partial(published_steps, Storage(folder.place(experiment)))
-        return status_of(asyncio.run(drive_job(place, link, listen, make, rule, say, saved=steps, leaves=bool(engine.launch))))
+        return status_of(uvloop.run(drive_job(place, link, listen, make, rule, say, saved=steps, leaves=bool(engine.launch))))
 
 
 def _patiently(open_it: "Callable[[], Journal]") -> "Journal":

@@ -2,15 +2,17 @@
 
 A message is heard after three doors: a certificate of the authority (TLS 1.3, both ways), a token for this job, and the role that
 the message needs. Whatever arrives, the worst that happens is that its connection ends, with a line in the audit log. Everything
-runs in one event loop; nothing here waits for a peer. Let it be uvloop's: `benchmarks/bench_driver.py` measures 25% less CPU, and less than
-half the memory, because asyncio holds 256 KiB for each TLS connection.
+runs in one event loop; nothing here waits for a peer. `megascale drive` takes uvloop's: `benchmarks/bench_driver.py` measures 25% less
+CPU, and less than half the memory, because asyncio holds 256 KiB for each TLS connection.
 """
 
 import asyncio
+import functools
 import logging
 import socket
 import ssl
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +53,8 @@ class LinkServer:
         self._shared = Shared(job, security.read_signing_key(), incoming, handler, permits, self._limits, Throttle(audit))
         self._context = security.server_context()
         self._handshakes: set[asyncio.Task[None]] = set()
+        self._of_address: Counter[str] = Counter()
+        """Handshakes under way."""
         self._tasks: list[asyncio.Task[None]] = []
         self._listening: socket.socket | None = None
 
@@ -94,17 +98,31 @@ class LinkServer:
                 _log.warning("the control link cannot take a connection: %s; it tries again", error)
                 await asyncio.sleep(_SWEEP_S)
                 continue
-            if len(self._shared.connections) + len(self._handshakes) >= self._limits.connections:
+            if refusal := self._refusal(address[0]):
                 room.release()
                 accepted.close()
-                self._shared.throttle.put(
-                    "link.refused", Word.TOO_MANY, {"address": address[0], "detail": f"more than {self._limits.connections} connections"}
-                )
+                self._shared.throttle.put("link.refused", Word.TOO_MANY, {"address": address[0], "detail": refusal})
                 continue
+            self._of_address[address[0]] += 1
             task = asyncio.create_task(self._handshake(accepted, address[0]))
             self._handshakes.add(task)
-            task.add_done_callback(self._handshakes.discard)
-            task.add_done_callback(lambda _: room.release())
+            task.add_done_callback(functools.partial(self._handshake_done, room, address[0]))
+
+    def _handshake_done(self, room: asyncio.Semaphore, address: str, task: asyncio.Task[None]) -> None:
+        self._handshakes.discard(task)
+        self._of_address[address] -= 1
+        if not self._of_address[address]:
+            del self._of_address[address]
+        room.release()
+
+    def _refusal(self, address: str) -> str:
+        """Why no further connection is taken from an address now; empty: one is."""
+        limits = self._limits
+        if len(self._shared.connections) + len(self._handshakes) >= limits.connections:
+            return f"more than {limits.connections} connections"
+        if self._of_address[address] >= limits.handshakes_per_address:
+            return f"more than {limits.handshakes_per_address} handshakes of one address"
+        return ""
 
     async def _handshake(self, accepted: socket.socket, address: str) -> None:
         try:

@@ -56,6 +56,8 @@ class Limits:
     """At once, those in the middle of their handshake included."""
     handshakes: int = 256
     """At once; further ones wait in the listening socket's queue."""
+    handshakes_per_address: int = 32
+    """At once, so that one host that connects and says nothing does not shut the door for all; further ones are refused."""
     backoff_s: float = 0.2
     """A client's first pause before it connects again; doubles up to ``longest_backoff_s``, and is shortened by up to a half by chance."""
     longest_backoff_s: float = 5.0

@@ -150,10 +150,13 @@ class Raw:
 
     @classmethod
     @asynccontextmanager
-    async def connected(cls, address: tuple[str, int], security: Security | None = None) -> AsyncIterator["Raw"]:
-        """After the greeting."""
-        context = (security or client()).client_context()
-        reader, writer = await asyncio.open_connection(*address, ssl=context, server_hostname=address[0])
+    async def connected(
+        cls, address: tuple[str, int], security: Security | None = None, *, local: str | None = None
+    ) -> AsyncIterator["Raw"]:
+        """After the greeting; ``local``: the address to connect from."""
+        context, own = (security or client()).client_context(), None if local is None else (local, 0)
+        async with asyncio.timeout(WAIT_S):
+            reader, writer = await asyncio.open_connection(*address, ssl=context, server_hostname=address[0], local_addr=own)
         raw = cls(reader, writer)
         try:
             raw.challenge = (await raw.read())[1]

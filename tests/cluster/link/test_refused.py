@@ -217,6 +217,24 @@ def test_who_speaks_no_tls(sent):
     play(scenario)
 
 
+def test_a_host_that_connects_and_says_nothing_does_not_shut_the_door_for_others():
+    async def scenario():
+        recorder = Recorder()
+        async with serving(recorder, limits=Limits(handshake_s=10 * WAIT_S)) as address:
+            idle = [await asyncio.open_connection(*address) for _ in range(300)]
+            await until(lambda: recorder.audited)
+            async with Raw.connected(address, local="127.0.0.2") as raw:
+                await raw.admit()
+            for _, silent in idle:
+                silent.transport.abort()
+            await until(lambda: "no TLS handshake" in recorder.audited[-1][1]["detail"])
+            async with Raw.connected(address) as raw:
+                await raw.admit()
+        assert recorder.audited[0][1]["detail"] == "more than 32 handshakes of one address"
+
+    play(scenario)
+
+
 def test_a_driver_of_another_authority_gets_no_token():
     other = Security(ca=folder("other") / "ca.pem", certificate=client().certificate, key=client().key, job=JOB, token=client().token)
 
