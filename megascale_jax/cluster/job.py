@@ -2,7 +2,9 @@
 
 import json
 import secrets
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from megascale_jax.cluster.journal import Journal
 from megascale_jax.cluster.lifecycle import ENDS
 from megascale_jax.cluster.link.certificates import make_folder
 from megascale_jax.cluster.link.security import Security, make_token
-from megascale_jax.cluster.link.tokens import Role
+from megascale_jax.cluster.link.tokens import Role, TokenRefused, verify
 from megascale_jax.cluster.policy import apply, first_state
 from megascale_jax.cluster.ports import free_ports
 from megascale_jax.cluster.state import Shape, State
@@ -157,18 +159,28 @@ def port_of(journal: Journal, host: str, wanted: int) -> int:
 def secure(folder: Path, names: Sequence[str], hosts: Sequence[str] = ()) -> Path:
     """The job's own certificates, a token for each node and one for this user, made when they are not there; their folder.
 
-    Raises UsageError when what is there is not in order.
+    What a start that failed has left of them is made anew, tokens that are broken or have expired too. Raises UsageError when what is
+    there is not in order.
     """
     place = folder / SECURITY_FOLDER
     if not (place / "job").is_file():
-        make_folder(place, hosts, job=secrets.token_hex(8))
+        make_folder(place, hosts, job=secrets.token_hex(8), force=True)
     security = Security.load(place, role="driver")
-    for name in names:
-        if not token_file(place, name).is_file():
-            make_token(security, name, Role.NODE, days=TOKEN_DAYS, path=token_file(place, name))
-    if not token_file(place, OWNER).is_file():
-        make_token(security, OWNER, Role.ADMIN, days=TOKEN_DAYS, path=token_file(place, OWNER))
+    for name, role in (*((name, Role.NODE) for name in names), (OWNER, Role.ADMIN)):
+        if not _is_good(token_file(place, name), security):
+            make_token(security, name, role, days=TOKEN_DAYS, path=token_file(place, name), force=True)
     return place
+
+
+def _is_good(token: Path, security: Security) -> bool:
+    """Raises UsageError for a token that others can read."""
+    if not token.is_file():
+        return False
+    try:
+        verify(security.read_signing_key(), replace(security, token=token).read_token(), security.job, time.time())
+    except TokenRefused:
+        return False
+    return True
 
 
 OWNER = "owner"

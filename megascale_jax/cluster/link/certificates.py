@@ -4,7 +4,7 @@ ca.pem ca.key            the authority; its key is needed to make certificates o
 driver.pem driver.key    the driver; valid for the name `DRIVER_NAME`, the hosts given, localhost, 127.0.0.1 and ::1
 client.pem client.key    executors and operators; what they may do is said by their tokens
 signing.key              signs tokens; the driver's
-job                      the job's identity, which tokens carry
+job                      the job's identity, which tokens carry; written last: a folder without it is not a finished one
 """
 
 import contextlib
@@ -50,19 +50,32 @@ def make_folder(folder: Path, hosts: Sequence[str], *, job: str | None = None, d
 
 
 def write_private(contents: dict[Path, bytes], *, force: bool) -> list[Path]:
-    """Write files for their owner only, all or (when one is there and ``force`` is false) none. Raises UsageError."""
+    """Write files for their owner only, all or (when one is there and ``force`` is false) none. Raises UsageError.
+
+    They come to their names once all are on the disk, in this order: where the last one is, all are, and of one and the same call.
+    """
     if there := [path for path in contents if path.exists() and not force]:
         raise UsageError(f"{there[0]} is already there and would be overwritten; name another place, or --force to replace it")
-    path = Path()
+    path, written = Path(), dict[Path, Path]()
     try:
         for path, content in contents.items():
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
+            new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+            with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
+                written[path] = new
                 stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+        if len(contents) > 1:
+            path.unlink(missing_ok=True)
+        for path, new in written.items():
+            new.replace(path)
     except OSError as error:
-        raise UsageError(f"{error.filename or path} cannot be written: {error.strerror}") from error
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
+    finally:
+        for new in written.values():
+            with contextlib.suppress(OSError):
+                new.unlink()
     return list(contents)
 
 

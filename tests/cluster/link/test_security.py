@@ -1,8 +1,10 @@
 """Certificates and tokens: what is missing, expired, readable by others or not matching is said; nothing is overwritten."""
 
 import datetime
+import errno
 import os
 import time
+from pathlib import Path
 
 import pytest
 from cryptography import x509
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from megascale_jax.cli.certs import app
+from megascale_jax.cluster.job import secure
 from megascale_jax.cluster.link import certificates
 from megascale_jax.cluster.link.certificates import make_folder
 from megascale_jax.cluster.link.security import TOKEN_FILE, Security, make_token
@@ -104,6 +107,57 @@ def test_nothing_is_overwritten_without_force(made):
     assert not (made / "ca.key").exists(), "all or none"
     make_folder(made, [], force=True)
     assert (made / "signing.key").read_bytes() != before[made / "signing.key"]
+
+
+def test_a_first_start_that_fails_leaves_nothing_that_the_next_one_stumbles_over(tmp_path, monkeypatch):
+    """A disk that is full at the third file; then a machine that goes down between two files."""
+
+    def fail_at(number):
+        left, real = [number], os.fsync
+
+        def fsync(descriptor):
+            left[0] -= 1
+            if left[0] == 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            real(descriptor)
+
+        return fsync
+
+    place = tmp_path / "security"
+    with monkeypatch.context() as patch:
+        patch.setattr(certificates.os, "fsync", fail_at(3))
+        with pytest.raises(UsageError, match="cannot be written: No space left"):
+            secure(tmp_path, ("node-0",))
+    assert list(place.iterdir()) == []
+    (place / "ca.pem").write_text("half a certif")
+    (place / "driver.key").touch()
+    assert secure(tmp_path, ("node-0",)) == place
+    Security.load(place, role="client", token=place / "tokens" / "node-0")
+
+
+@pytest.mark.parametrize("content", ["", "v1.x", "v1.a.b\n"])
+def test_a_token_that_is_broken_is_made_anew_and_others_stay(tmp_path, content):
+    tokens = secure(tmp_path, ("node-0", "node-1")) / "tokens"
+    kept = (tokens / "node-1").read_text()
+    (tokens / "node-0").write_text(content)
+    (tokens / "owner").write_text(content)
+    place = secure(tmp_path, ("node-0", "node-1"))
+    for name in ("node-0", "node-1", "owner"):
+        assert read_unverified(Security.load(place, role="client", token=tokens / name).read_token()).name == name
+    assert (tokens / "node-1").read_text() == kept
+
+
+def test_a_folder_that_is_replaced_has_no_identity_until_all_is_new(made, monkeypatch):
+    def crash(self, target):
+        if target.name == "client.pem":
+            raise OSError(errno.EIO, "Input/output error")
+        return real(self, target)
+
+    real = Path.replace
+    monkeypatch.setattr(Path, "replace", crash)
+    with pytest.raises(UsageError, match=r"client\.pem cannot be written"):
+        make_folder(made, [], force=True)
+    assert not (made / "job").exists()
 
 
 NAMES = st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")
