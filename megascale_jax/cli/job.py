@@ -18,14 +18,28 @@ Node = Annotated[str, typer.Argument(help="name of the node, such as node-2", sh
 TokenFile = Annotated[
     Path | None, typer.Option("--token", help="your token's file; default: the one of the user who started the job", show_default=False)
 ]
+Driver = Annotated[
+    str | None,
+    typer.Option("--driver", metavar="HOST:PORT", help="where the driver listens; RUN is then not looked at", show_default=False),
+]
+SecurityFolder = Annotated[
+    Path | None,
+    typer.Option("--security", metavar="FOLDER", help="ca.pem, client.pem, client.key, job; default: the run's own", show_default=False),
+]
 
 
 @app.command()
-def status(run: Run, token: TokenFile = None, json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
+def status(
+    run: Run,
+    driver: Driver = None,
+    security: SecurityFolder = None,
+    token: TokenFile = None,
+    json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
     """Phase, nodes, progress, incidents. Needs the role view."""
     from megascale_jax.cluster.asking import ask_driver
 
-    answer = ask_driver(run, token, "status")
+    answer = ask_driver(run, token, "status", driver=driver, security=security)
     if json:
         typer.echo(json_module.dumps(answer.status, indent=1))
     else:
@@ -33,15 +47,15 @@ def status(run: Run, token: TokenFile = None, json: Annotated[bool, typer.Option
 
 
 @app.command()
-def stop(run: Run, token: TokenFile = None) -> None:
+def stop(run: Run, driver: Driver = None, security: SecurityFolder = None, token: TokenFile = None) -> None:
     """Save and end the job. Needs the role admin."""
-    _order(run, token, "stop")
+    _order(run, token, "stop", driver=driver, security=security)
 
 
 @app.command()
-def restart(run: Run, token: TokenFile = None) -> None:
+def restart(run: Run, driver: Driver = None, security: SecurityFolder = None, token: TokenFile = None) -> None:
     """Save, end all training processes, and start them again. Needs the role admin."""
-    _order(run, token, "restart")
+    _order(run, token, "restart", driver=driver, security=security)
 
 
 @app.command()
@@ -51,37 +65,45 @@ def rewind(
     skip_samples: Annotated[
         str, typer.Option("--skip-samples", metavar="FIRST:END", help="never train on FIRST to END - 1", show_default=False)
     ],
+    driver: Driver = None,
+    security: SecurityFolder = None,
     token: TokenFile = None,
 ) -> None:
     """Give up what was trained after a step, checkpoints too, and skip the samples of a loss spike. Needs the role admin."""
     first, _, end = skip_samples.partition(":")
     if not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
         raise UsageError(f"--skip-samples {skip_samples}: expected FIRST:END, two numbers with END above FIRST, such as 3200:3840")
-    _order(run, token, "rewind", rewind=(to_step, int(first), int(end)))
+    _order(run, token, "rewind", driver=driver, security=security, rewind=(to_step, int(first), int(end)))
 
 
 @app.command()
-def evict(run: Run, node: Node, token: TokenFile = None) -> None:
+def evict(run: Run, node: Node, driver: Driver = None, security: SecurityFolder = None, token: TokenFile = None) -> None:
     """Take a node out of the job for good; a spare takes its place. Needs the role admin, and another admin's `confirm`."""
-    _order(run, token, "evict", node=node)
+    _order(run, token, "evict", driver=driver, security=security, node=node)
 
 
 @app.command()
-def confirm(run: Run, number: Annotated[int, typer.Argument(help="of the eviction", show_default=False)], token: TokenFile = None) -> None:
+def confirm(
+    run: Run,
+    number: Annotated[int, typer.Argument(help="of the eviction, as `evict` said it", show_default=False)],
+    driver: Driver = None,
+    security: SecurityFolder = None,
+    token: TokenFile = None,
+) -> None:
     """Confirm another admin's eviction. Needs the role admin."""
-    _order(run, token, "confirm", number=number)
+    _order(run, token, "confirm", driver=driver, security=security, number=number)
 
 
 @app.command()
-def cordon(run: Run, node: Node, token: TokenFile = None) -> None:
+def cordon(run: Run, node: Node, driver: Driver = None, security: SecurityFolder = None, token: TokenFile = None) -> None:
     """Give a node no new place; it keeps the one it has until the next restart. Needs the role operate."""
-    _order(run, token, "cordon", node=node)
+    _order(run, token, "cordon", driver=driver, security=security, node=node)
 
 
 @app.command()
-def uncordon(run: Run, node: Node, token: TokenFile = None) -> None:
-    """Take a cordoned or evicted node back, as a spare. Needs the role operate."""
-    _order(run, token, "uncordon", node=node)
+def uncordon(run: Run, node: Node, driver: Driver = None, security: SecurityFolder = None, token: TokenFile = None) -> None:
+    """Take a cordoned or evicted node back, as a spare. Needs the role operate, for an evicted one admin."""
+    _order(run, token, "uncordon", driver=driver, security=security, node=node)
 
 
 def _order(run: Path, token: Path | None, action: str, **values: Any) -> None:

@@ -11,18 +11,30 @@ from megascale_jax.cluster.job import OWNER, SECURITY_FOLDER, SECURITY_VARIABLE,
 from megascale_jax.cluster.link.client import ask
 from megascale_jax.cluster.link.security import Security
 from megascale_jax.cluster.messages import Answer, Command, ToNode
-from megascale_jax.errors import MegascaleError
+from megascale_jax.cluster.ports import parse_address
+from megascale_jax.errors import MegascaleError, UsageError
 
 _LIMIT_S = 10.0
 
 
-def ask_driver(run: Path, token: Path | None, action: str, **values: Any) -> Answer:
-    """One command to the driver of a run folder, and its answer. Raises UsageError, RunFolderError, LinkError."""
+def ask_driver(
+    run: Path, token: Path | None, action: str, *, driver: str | None = None, security: Path | None = None, **values: Any
+) -> Answer:
+    """One command to the driver of a run folder, and its answer. Raises UsageError, RunFolderError, LinkError.
+
+    ``driver`` (``HOST:PORT``) and ``security`` (ca.pem, client.pem, client.key and job of `megascale certs init`) are for whoever may
+    not read the run folder, which is not looked at then. ``token`` default: the one of the user who started the job, else as
+    `Security.load` finds it.
+    """
     folder = job_folder(run)
-    address = address_of(folder)
-    place = Path(os.environ.get(SECURITY_VARIABLE) or folder / SECURITY_FOLDER)
-    security = Security.load(place, role="client", token=token or token_file(place, OWNER))
-    answer = ask(security, address, Command.model_validate({"action": action, **values}), TypeAdapter(ToNode), _LIMIT_S)
+    address = address_of(folder) if driver is None else parse_address(driver, "--driver")
+    named = security or os.environ.get(SECURITY_VARIABLE)
+    if driver is not None and not named:
+        raise UsageError("--driver without --security: name the folder with ca.pem, client.pem, client.key and job")
+    place = Path(named or folder / SECURITY_FOLDER)
+    owner = token_file(place, OWNER)
+    own = Security.load(place, role="client", token=token or (owner if security is None or owner.is_file() else None))
+    answer = ask(own, address, Command.model_validate({"action": action, **values}), TypeAdapter(ToNode), _LIMIT_S)
     if not isinstance(answer, Answer):
         raise MegascaleError(f"the driver answered with {type(answer).__name__}, expected an answer to a command")
     return answer

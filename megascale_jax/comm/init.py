@@ -4,7 +4,10 @@
 `START_TIMEOUT_S`, a collective of a dead CPU process fails after `CPU_COLLECTIVE_TIMEOUT_S`.
 """
 
+import ipaddress
+import logging
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,6 +24,9 @@ CPU_THREADS_PER_DEVICE = 8
 """More than the collectives that one device may wait in at a time."""
 CPU_COLLECTIVE_TIMEOUT_S = 300
 CACHE = "MEGASCALE_CACHE"
+_BIND = "JAX_COORDINATOR_BIND_ADDRESS"
+
+_logger = logging.getLogger(__name__)
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
@@ -68,6 +74,7 @@ def start(system: SystemConfig, num_devices: int, processes: Processes) -> None:
                 processes.count,
                 processes.index,
                 initialization_timeout=START_TIMEOUT_S,
+                coordinator_bind_address=bind_address(processes.coordinator) if processes.index == 0 and processes.coordinator else None,
                 # Otherwise JAX sees Slurm and gives each process the one device of its local rank.
                 cluster_detection_method="deactivate",
             )
@@ -79,6 +86,39 @@ def start(system: SystemConfig, num_devices: int, processes: Processes) -> None:
     found = jax.default_backend()
     if found != platform:
         raise UsageError(_no_device(platform, f"only {found}"))
+
+
+def bind_address(coordinator: str) -> str | None:
+    """Where the coordinator listens that is announced as ``HOST:PORT``: there alone, since it lets in whoever comes.
+
+    ``None``, and a warning, where that is no address of this host (behind a translation of addresses), or a name has not exactly one that
+    others can reach: JAX then listens on every address. ``None`` too where ``JAX_COORDINATOR_BIND_ADDRESS`` says it.
+    """
+    host, _, port = coordinator.rpartition(":")
+    host = host.strip("[]")
+    if os.environ.get(_BIND):
+        return None
+    try:
+        found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)})
+        if len(found) > 1 and all(ipaddress.ip_address(address).is_loopback for address in found):
+            found = found[:1]  # 127.0.0.1 before ::1
+        if len(found) != 1:
+            raise OSError(f"it is {len(found)} addresses: {', '.join(found)}")
+        address = found[0]
+        if ipaddress.ip_address(address).is_loopback and host not in (address, "localhost"):
+            raise OSError(f"this host takes it for {address}, which others cannot reach")
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            probe.bind((address, 0))
+    except (OSError, ValueError) as error:
+        _logger.warning(
+            "the coordinator listens on all addresses of this host, not on %s alone: %s; set %s=ADDRESS:%s",
+            host,
+            error,
+            _BIND,
+            port,
+        )
+        return None
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def _prepare_cpu(local_devices: int) -> None:

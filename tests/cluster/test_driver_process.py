@@ -3,16 +3,21 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from random import Random
 
 import pytest
+from click.testing import Result
+from pydantic import TypeAdapter
+from typer.testing import CliRunner
 
+from megascale_jax.cli.job import app
 from megascale_jax.cluster.anomaly import Watcher
 from megascale_jax.cluster.driver import Driver
-from megascale_jax.cluster.driver_process import Control, drive
+from megascale_jax.cluster.driver_process import Control, drive, permits
 from megascale_jax.cluster.executor_process import EXIT_LEFT
 from megascale_jax.cluster.job import ended_under, keep_launch, open_journal, secure, token_file
 from megascale_jax.cluster.journal import JournalClock
@@ -21,12 +26,13 @@ from megascale_jax.cluster.limits import Limits
 from megascale_jax.cluster.link import operators
 from megascale_jax.cluster.link.audit import AuditLog
 from megascale_jax.cluster.link.operators import Rule
-from megascale_jax.cluster.link.security import Security
+from megascale_jax.cluster.link.security import Security, make_token
+from megascale_jax.cluster.link.server import LinkServer
 from megascale_jax.cluster.link.tokens import Role
-from megascale_jax.cluster.messages import Answer, Command, Hello
+from megascale_jax.cluster.messages import Answer, Command, FromNode, Hello
 from megascale_jax.cluster.state import Ordered, Shape
 from megascale_jax.config.cluster import ClusterConfig
-from megascale_jax.errors import StorageError
+from megascale_jax.errors import StorageError, UsageError
 
 CONFIG = ClusterConfig()
 SHAPES = (Shape(num_nodes=1),)
@@ -40,6 +46,9 @@ class Nobody:
 
     def release(self, name: str) -> None:
         pass
+
+    def facts(self) -> dict[str, str]:
+        return {}
 
 
 @pytest.mark.parametrize(("leaves", "phase", "word"), [(False, Phase.STOPPED, "stop"), (True, Phase.REPLACING, "leave")])
@@ -58,6 +67,43 @@ def test_sigterm_stops_the_job_unless_another_driver_follows(tmp_path, leaves, p
         driver = asyncio.run(asyncio.wait_for(story(), 20))
     assert driver.state.phase == phase
     assert word in [json.loads(line).get("action") for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
+
+
+def test_a_second_admin_who_cannot_read_the_run_folder_gives_orders(tmp_path) -> None:
+    """As docs/runbook.md says: four files of the certificates, a token, and where the driver listens."""
+    place = secure(tmp_path / "run", ("node-0",))
+    own = Security.load(place, role="driver")
+    ada = tmp_path / "ada"
+    ada.mkdir(mode=0o700)
+    for name in ("ca.pem", "client.pem", "client.key", "job"):
+        shutil.copy(place / name, ada / name)
+    make_token(own, "ada", Role.ADMIN, days=1, path=ada / "ada.token")
+    nowhere = tmp_path / "not-to-be-read"
+
+    def ask(port: int, *words: str) -> Result:
+        options = ["--driver", f"127.0.0.1:{port}", "--security", str(ada)]
+        return CliRunner().invoke(app, [words[0], str(nowhere), *words[1:], *options])
+
+    async def story() -> None:
+        control = Control(AuditLog(tmp_path / "audit.jsonl"), Rule())
+        with open_journal(tmp_path, SHAPES, CONFIG) as journal:
+            watcher, clock = Watcher(CONFIG, Limits.of(CONFIG, None)), JournalClock(0.0)
+            control.driver = Driver(journal, CONFIG, SHAPES, ("node-0",), 10, Nobody(), watcher, clock, control.send, lambda line: None)
+            hello = Hello(node="node-0", incarnation="a", address="10.0.0.1", ports=(20000,), software={})
+            control.driver.heard("node-0", hello)
+            server = LinkServer(own, own.job, TypeAdapter(FromNode), control, audit=lambda *_: None, permits=permits)
+            port = await server.start("127.0.0.1", 0)
+            number = number_of(Operator(control, "owner").ask("evict", node="node-0"))
+            status = await asyncio.to_thread(ask, port, "status", "--json")
+            confirmed = await asyncio.to_thread(ask, port, "confirm", str(number))
+            await server.close()
+        assert json.loads(status.output)["nodes"]["node-0"]["status"] == "assigned"
+        assert confirmed.exit_code == 0 and "evict node-0: done" in confirmed.output
+        assert audited(tmp_path, "confirm")[0]["number"] == number
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+    result = CliRunner().invoke(app, ["stop", str(nowhere), "--driver", "127.0.0.1:1"])
+    assert isinstance(result.exception, UsageError) and "--driver without --security" in str(result.exception)
 
 
 class Operator:

@@ -1,10 +1,16 @@
 """What the launcher's variables mean, and what a wrong one gets."""
 
 import os
+import re
+import subprocess
+import sys
+import time
 
 import jax
+import psutil
 import pytest
 
+from megascale_jax.cluster.ports import free_ports
 from megascale_jax.comm import init
 from megascale_jax.comm.init import Processes, cache_folder
 from megascale_jax.config.schema import SystemConfig
@@ -78,3 +84,49 @@ def test_cpu_devices_have_threads_to_wait_in(monkeypatch):
     monkeypatch.setenv("PJRT_NPROC", "3")
     init._prepare_cpu(len(jax.local_devices()))
     assert os.environ["PJRT_NPROC"] == "3", "what the user has set stays"
+
+
+def test_the_coordinator_listens_on_the_address_that_it_is_announced_under_only(tmp_path):
+    """Rank 0 of two, whose other one never comes."""
+    (port,) = free_ports("127.0.0.2", 1)
+    code = (
+        "from megascale_jax.comm.init import Processes, start\nfrom megascale_jax.config.schema import SystemConfig\n"
+        f"start(SystemConfig(platform='cpu', device='CPU'), 2, Processes(2, 0, '127.0.0.2:{port}'))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "MEGASCALE_CACHE": str(tmp_path)}) as rank:
+        try:
+            listening = []
+            limit = time.monotonic() + 60
+            while not listening and rank.poll() is None and time.monotonic() < limit:
+                time.sleep(0.05)
+                found = psutil.Process(rank.pid).net_connections("inet")
+                listening = [
+                    entry.laddr.ip.removeprefix("::ffff:")
+                    for entry in found
+                    if entry.status == psutil.CONN_LISTEN and entry.laddr.port == port
+                ]
+            assert listening == ["127.0.0.2"]
+        finally:
+            rank.kill()
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "addresses", "expected", "said"),
+    [
+        ("127.0.0.1:20000", None, "127.0.0.1:20000", ""),
+        ("localhost:20000", ["127.0.0.1", "::1"], "127.0.0.1:20000", ""),
+        ("192.0.2.1:20000", None, None, "listens on all addresses.*not on 192.0.2.1 alone"),
+        ("node-0:20000", ["127.0.1.1"], None, "which others cannot reach"),
+        ("node-0:20000", ["10.0.0.1", "172.17.0.1"], None, "it is 2 addresses: 10.0.0.1, 172.17.0.1"),
+    ],
+)
+def test_where_the_coordinator_listens(monkeypatch, caplog, coordinator, addresses, expected, said):
+    if addresses is not None:
+        monkeypatch.setattr(init.socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", (address, 0)) for address in addresses])
+    assert init.bind_address(coordinator) == expected
+    assert re.search(said, caplog.text)
+
+
+def test_where_the_coordinator_listens_is_the_environments_to_say(monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "10.0.0.1:20000")
+    assert init.bind_address("127.0.0.1:20000") is None
