@@ -10,9 +10,8 @@ import sys
 from random import Random
 
 import pytest
-from click.testing import Result
 from pydantic import TypeAdapter
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from megascale_jax.cli.job import app
 from megascale_jax.cluster.anomaly import Watcher
@@ -85,7 +84,7 @@ def test_a_second_admin_who_cannot_read_the_run_folder_gives_orders(tmp_path) ->
         return CliRunner().invoke(app, [words[0], str(nowhere), *words[1:], *options])
 
     async def story() -> None:
-        control = Control(AuditLog(tmp_path / "audit.jsonl"), Rule())
+        control = Control(AuditLog(tmp_path / "audit.jsonl"), Rule(), list)
         with open_journal(tmp_path, SHAPES, CONFIG) as journal:
             watcher, clock = Watcher(CONFIG, Limits.of(CONFIG, None)), JournalClock(0.0)
             control.driver = Driver(journal, CONFIG, SHAPES, ("node-0",), 10, Nobody(), watcher, clock, control.send, lambda line: None)
@@ -127,7 +126,7 @@ def opened(tmp_path):
     with open_journal(tmp_path, SHAPES, CONFIG) as journal:
 
         def start() -> Control:
-            control = Control(AuditLog(tmp_path / "audit.jsonl"), Rule())
+            control = Control(AuditLog(tmp_path / "audit.jsonl"), Rule(), list)
             watcher, clock = Watcher(CONFIG, Limits.of(CONFIG, None)), JournalClock(0.0)
             nodes = ("node-0", "node-1")
             control.driver = Driver(journal, CONFIG, SHAPES, nodes, 10, Nobody(), watcher, clock, control.send, lambda line: None)
