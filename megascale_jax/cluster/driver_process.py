@@ -214,7 +214,7 @@ async def drive(
     def leave() -> None:
         nonlocal is_leaving
         is_leaving = True
-        audit.append("signal", "system", "leave", {})
+        put_on_record("leave")
 
     def stop() -> None:
         nonlocal asked
@@ -228,7 +228,13 @@ async def drive(
             say(f"not stopped yet: {error}")
             loop.call_later(_AGAIN_S, record_stop)
             return
-        audit.append("signal", "system", "stop", {})
+        put_on_record("stop")
+
+    def put_on_record(action: str) -> None:
+        try:
+            audit.append("signal", "system", action, {})
+        except StorageError as error:
+            say(f"{action}: done; the audit log could not take it: {error}")
 
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, leave if leaves else stop)

@@ -36,7 +36,7 @@ class Hello(Message):
 
     kind: Literal["hello"] = "hello"
     node: Name
-    incarnation: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="of this executor process; a restarted one has another")
+    incarnation: str = Field(pattern=r"^[ -~]{1,64}$", description="of this executor process; a restarted one has another")
     address: str = Field(pattern=r"^[A-Za-z0-9:][A-Za-z0-9.:%_-]{0,254}$", description="where other nodes reach this one")
     ports: tuple[Port, ...] = Field(
         min_length=1, max_length=MOST_PORTS, description="free ports there, for the coordinator of one attempt each"

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from random import Random
+from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
@@ -79,7 +80,7 @@ def test_a_second_admin_who_cannot_read_the_run_folder_gives_orders(tmp_path) ->
     make_token(own, "ada", Role.ADMIN, days=1, path=ada / "ada.token")
     nowhere = tmp_path / "not-to-be-read"
 
-    def ask(port: int, *words: str) -> Result:
+    def ask(port: int, *words: str) -> Any:
         options = ["--driver", f"127.0.0.1:{port}", "--security", str(ada)]
         return CliRunner().invoke(app, [words[0], str(nowhere), *words[1:], *options])
 
@@ -206,7 +207,7 @@ def test_an_executor_that_is_told_to_end_has_not_finished(tmp_path) -> None:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as executor:
         assert executor.stderr is not None
         try:
-            assert any("is tried again" in line for line in executor.stderr)
+            assert any("is tried again" in line for line in executor.stderr or ())
             executor.terminate()
             assert executor.wait(60) == EXIT_LEFT
         finally:

@@ -81,9 +81,10 @@ def test_what_was_reached_before_a_rewind_does_not_count_after_it(world) -> None
     assert world.driver.state.fruitless == 0
 
 
-def test_an_admin_may_rewind_by_hand_and_the_audit_log_has_it(world) -> None:
+def test_an_admin_may_rewind_by_hand_and_the_audit_log_has_it(world, tmp_path) -> None:
     log, answers = [], []
-    control = Control(SimpleNamespace(append=lambda *entry: log.append(entry)), operators.Rule(), lambda: [15, 25])
+    audit = SimpleNamespace(path=tmp_path / "audit.jsonl", append=lambda *entry: log.append(entry))
+    control = Control(audit, operators.Rule(), lambda: [15, 25])
     control.driver = world.driver
 
     def order(role: Role, rewind: tuple[int, int, int] | None) -> None:
