@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from megascale_jax.cli.job import app
 from megascale_jax.cluster.anomaly import Watcher
@@ -46,6 +46,9 @@ class Nobody:
 
     def release(self, name: str) -> None:
         pass
+
+    def taken_back(self) -> dict[str, str]:
+        return {}
 
     def facts(self) -> dict[str, str]:
         return {}

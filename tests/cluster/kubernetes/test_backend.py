@@ -428,6 +428,7 @@ class Story:
                 self.away.add(machine)
             case ("person", machine) if machine in fake.nodes:
                 fake.set_cordon(machine, True)
+                self.lifted.pop(machine, None)  # a person has taken it out of service again, before the driver heard of the lift
             case ("lift", number) if cordoned := self.bench.cordoned():
                 machine = cordoned[number % len(cordoned)]
                 if machine not in self.restored and CORDONED_BY in fake.nodes[machine]["metadata"].get("annotations", {}):
