@@ -11,63 +11,69 @@ import asyncio
 import sys
 import time
 from pathlib import Path
-from typing import Literal
 
 import uvloop
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import TypeAdapter
 
 from megascale_jax.cluster.link.client import LinkClient
 from megascale_jax.cluster.link.security import Security
+from megascale_jax.cluster.messages import Answer, Beat, Desired, Hello, ToNode
+from megascale_jax.cluster.reports import ProcessReport
+
+STEP_S = 6.34
 
 
-class Message(BaseModel):
-    """As strict as the driver's own messages."""
+class Node:
+    """What one executor would say: it trains whatever it is told to, in step with all others."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    def __init__(self, name: str):
+        self.name, self.attempt, self.rank = name, 0, None
 
+    def heard(self, message: Desired | Answer) -> None:
+        """Begin what is wanted."""
+        if isinstance(message, Desired) and message.assignment is not None:
+            self.attempt, self.rank = message.assignment.attempt, message.assignment.rank
 
-class Beat(Message):
-    """Liveness and progress of a node, about 600 bytes of JSON. ``sent_ns``: the host's monotonic clock."""
+    def hello(self) -> Hello:
+        """Its first words on a connection."""
+        software = {"jax": "0.11.2", "nvidia driver": "580.65.06", "kernel": "6.8.0", "python": "3.12.1"}
+        return Hello(node=self.name, incarnation=f"{self.name}-1", address="10.0.0.1", ports=tuple(range(20000, 20016)), software=software)
 
-    kind: Literal["beat"] = "beat"
-    attempt: int
-    step: int
-    phase: Literal["compiling", "training", "saving"]
-    section: str
-    in_section_s: float
-    sent_ns: int
-    step_time_s: float
-    loss: float
-    counters: dict[str, float]
-    lines: tuple[str, ...]
-    software: str
+    def beat(self) -> Beat:
+        """A beat of a node that trains, about 900 bytes of JSON; ``bench.sent_us``: the host's monotonic clock."""
+        counters = {f"gpu.{gpu}.utilisation": 0.97 for gpu in range(4)} | {f"nic.mlx5_{nic}.tx_bytes": 1.5e12 + nic for nic in range(4)}
+        counters["bench.sent_us"] = time.monotonic_ns() / 1e3
+        return Beat(attempt=self.attempt, is_idle=self.rank is None, processes=self._processes(), counters=counters)
 
-
-class Desired(Message):
-    """What the driver answers."""
-
-    kind: Literal["desired"] = "desired"
-    attempt: int
-    what: Literal["train", "idle"]
-    coordinator: str
-    ranks: int
-
-
-def beat(step: int) -> Beat:
-    """A beat of a node that trains."""
-    return Beat(
-        attempt=3,
-        step=step,
-        phase="training",
-        section="step",
-        in_section_s=0.4812,
-        sent_ns=time.monotonic_ns(),
-        step_time_s=6.3407,
-        loss=2.1834,
-        counters={f"gpu{gpu}_utilisation": 0.97 for gpu in range(4)} | {f"mlx5_{nic}_sent_bytes": 1.5e12 + step for nic in range(4)},
-        lines=(f"step {step:,}  loss 2.1834  6.34 s  55.2% MFU", "checkpoint of step 12,000 written in 41.2 s"),
-        software="9f82587e0c1d3c561303b00",
-    )
+    def _processes(self) -> tuple[ProcessReport, ...]:
+        if self.rank is None:
+            return ()
+        step, in_section_s = divmod(time.monotonic(), STEP_S)
+        return (
+            ProcessReport(
+                rank=self.rank,
+                pid=4711,
+                state="running",
+                exit_code=None,
+                signal=None,
+                step=int(step),
+                section="step",
+                in_section_s=in_section_s,
+                longest_s={"compile": 61.3, "restore": 12.1, "step": 6.41},
+                passes={"compile": 1, "restore": 1, "data": int(step), "step": int(step)},
+                loss=2.1834,
+                non_finite_in_a_row=0,
+                saved_step=int(step) - int(step) % 100,
+                durable_step=int(step) - int(step) % 100,
+                step_s=STEP_S,
+                cpu_s=12345.6,
+                rss_bytes=64 << 30,
+                log=(f"step {int(step):,}  loss 2.1834  6.34 s  55.2% MFU",),
+                keywords=(),
+                is_secondary=None,
+                silent_s=0.4,
+            ),
+        )
 
 
 async def executor(folder: Path, port: int, number: int, start_s: float) -> None:
@@ -80,13 +86,14 @@ async def executor(folder: Path, port: int, number: int, start_s: float) -> None
         token=folder / f"node-{number}.token",
     )
     await asyncio.sleep(start_s)
-    client = LinkClient(security, ("127.0.0.1", port), TypeAdapter(Desired), received=lambda message: None)
+    node = Node(f"node-{number}")
+    client = LinkClient(
+        security, ("127.0.0.1", port), TypeAdapter(ToNode), received=node.heard, connected=lambda: (client.send(node.hello()), None)[1]
+    )
     running = asyncio.create_task(client.run())
-    step = 0
     due = asyncio.get_running_loop().time()
     while not running.done():
-        client.send(beat(step))
-        step += 1
+        client.send(node.beat())
         due += 1.0
         await asyncio.sleep(max(0.0, due - asyncio.get_running_loop().time()))
     running.result()
