@@ -39,7 +39,7 @@ class Integrity:
 
     def is_due(self, step: int) -> bool:
         """Whether the state after ``step`` is compared, saved or not."""
-        return self._digests is not None and self._every is not None and (step % self._every == 0 or not self._has_compiled)
+        return self._digests is not None and self._every is not None and step % self._every == 0
 
     def drilled(self, state: TrainState) -> TrainState:
         """The state; in a drill, corrupted when that was asked for."""
