@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -80,13 +81,19 @@ def test_what_a_hanging_probe_started_ends_with_it(probe, tmp_path, monkeypatch)
     monkeypatch.setattr(run, "GRACE_S", 1.0)
     list(run.run_checks(["clock"], Options(), limit_s=3, command=probe(clock="child")))
     child = int((tmp_path / "probe.py.child").read_text())
-    try:
-        state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        state = "gone"
+    limit = time.monotonic() + 5.0
+    while (state := _state(child)) not in ("gone", "Z") and time.monotonic() < limit:  # a kill takes effect when the kernel has time
+        time.sleep(0.01)
     if state not in ("gone", "Z"):
         os.kill(child, signal.SIGKILL)
     assert state in ("gone", "Z")
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone"
 
 
 def test_a_pair_that_hangs_still_says_who_met_whom(probe, monkeypatch):
