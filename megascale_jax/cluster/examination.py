@@ -19,6 +19,7 @@ from megascale_jax.cluster.state import Diagnosed, Incident
 QUICK = alone(("host", "gpu", "nic"))
 """Without measuring: seconds. For an incident whose node is known."""
 FULL = alone(GROUPS)
+LOOPBACK = "nic_tcp"
 _ROUNDS = 100
 """More than the rounds of one diagnosis. The first number is random, so a driver that begins anew takes no answer for another's."""
 
@@ -32,6 +33,8 @@ class Examination:
         self._is_full = not incident.named
         self._share_machines = len({node.address for node in nodes.values()}) < len(nodes)
         """Then each of them slows the others down, and no rate says anything about one of them."""
+        self._speak_for_machine = {node.address: name for name, node in reversed(sorted(nodes.items()))}
+        """The one node of each machine that measures its loopback, which is the same for all of them."""
         self._outcomes: dict[str, list[Outcome]] = {name: [] for name in nodes}
         self._round = secrets.randbelow(1 << 40) * _ROUNDS
         self._tasks: dict[str, PairTask] = {}
@@ -44,7 +47,10 @@ class Examination:
             return None
         if self._tasks:
             return DiagnosisOrder(round=self._round, checks=(PAIR,), limit_s=self._limit_s, pair=self._tasks[name])
-        return DiagnosisOrder(round=self._round, checks=FULL if self._is_full else QUICK, limit_s=self._limit_s)
+        checks = FULL if self._is_full else QUICK
+        if self._speak_for_machine[self._nodes[name].address] != name:
+            checks = tuple(check for check in checks if check != LOOPBACK)
+        return DiagnosisOrder(round=self._round, checks=checks, limit_s=self._limit_s)
 
     def heard(self, name: str, diagnosis: Diagnosis) -> None:
         """A node's outcomes; what is of another round, or is none, counts for nothing."""

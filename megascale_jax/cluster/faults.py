@@ -21,7 +21,7 @@ from megascale_jax.cluster.lifecycle import NodeStatus
 from megascale_jax.cluster.proxy import Proxy
 from megascale_jax.cluster.small_disk import filled
 from megascale_jax.errors import MegascaleError, UsageError
-from megascale_jax.observe.marks import FLIP, MARKS
+from megascale_jax.observe.marks import FLIP
 
 SLOW_SHARE = 0.3
 SLOW_S = 40.0
@@ -88,14 +88,11 @@ class Fault:
 
 def _pid(job: Job, status: Mapping[str, Any], node: str) -> int:
     """The node's training process. Raises UsageError unless that runs on this machine: elsewhere its number is another process's."""
-    pid = status["nodes"][node]["processes"][0]["pid"]
-    try:
-        marks = psutil.Process(pid).environ().get(MARKS, "")
-    except psutil.Error:
-        marks = ""
-    if not Path(marks).is_relative_to(node_folder(job, node)):
-        raise UsageError(f"process {pid} of {node} does not run on this machine: a drill needs a job whose nodes are here")
-    return pid
+    pid, executor = status["nodes"][node]["processes"][0]["pid"], _executor(job, node)
+    with suppress(psutil.Error):
+        if executor in (parent.pid for parent in psutil.Process(pid).parents()):
+            return pid
+    raise UsageError(f"process {pid} of {node} does not run on this machine: a drill needs a job whose nodes are here")
 
 
 def node_folder(job: Job, node: str) -> Path:
