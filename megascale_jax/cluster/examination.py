@@ -33,7 +33,7 @@ class Examination:
         self._is_full = not incident.named
         self._share_machines = len({node.address for node in nodes.values()}) < len(nodes)
         """Then each of them slows the others down, and no rate says anything about one of them."""
-        self._speak_for_machine = {node.address: name for name, node in reversed(sorted(nodes.items()))}
+        self._speak_for_machine = {node.address: name for name, node in sorted(nodes.items(), reverse=True)}
         """The one node of each machine that measures its loopback, which is the same for all of them."""
         self._outcomes: dict[str, list[Outcome]] = {name: [] for name in nodes}
         self._round = secrets.randbelow(1 << 40) * _ROUNDS
