@@ -176,6 +176,45 @@ def permits(role: Role, message: BaseModel) -> bool:
     return isinstance(message, Command) != (role == Role.NODE)
 
 
+class _Signals:
+    """SIGTERM and Ctrl-C: the first stops the job with a save, a second has the driver leave; with ``leaves`` SIGTERM does that at once."""
+
+    def __init__(self, driver: Driver, audit: AuditLog, say: Callable[[str], None], *, leaves: bool):
+        self._driver, self._audit, self._say = driver, audit, say
+        self._asked, self._is_leaving = 0, False
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_signal_handler(signal.SIGTERM, self._leave if leaves else self._stop)
+        self._loop.add_signal_handler(signal.SIGINT, self._stop)
+
+    def are_urgent(self) -> bool:
+        """Whether the driver is to leave now."""
+        return self._asked > 1 or self._is_leaving
+
+    def _leave(self) -> None:
+        self._is_leaving = True
+        self._put_on_record("leave")
+
+    def _stop(self) -> None:
+        self._asked += 1
+        self._order_stop()
+
+    def _order_stop(self) -> None:
+        driver = self._driver
+        try:
+            driver.record(Ordered(at_s=driver.clock.now(), action="stop", by="signal", step=driver.step))
+        except JournalError as error:
+            self._say(f"not stopped yet: {error}")
+            self._loop.call_later(_AGAIN_S, self._order_stop)
+            return
+        self._put_on_record("stop")
+
+    def _put_on_record(self, action: str) -> None:
+        try:
+            self._audit.append("signal", "system", action, {})
+        except StorageError as error:
+            self._say(f"{action}: done; the audit log could not take it: {error}")
+
+
 async def drive(
     folder: Path,
     security: Security,
@@ -209,38 +248,9 @@ async def drive(
     )
     port = await server.start(*listen)
     replace_file(folder / DRIVER_FILE, json.dumps({"host": listen[0], "port": port, "pid": os.getpid()}).encode())
-    asked, is_leaving = 0, False
-
-    def leave() -> None:
-        nonlocal is_leaving
-        is_leaving = True
-        put_on_record("leave")
-
-    def stop() -> None:
-        nonlocal asked
-        asked += 1
-        record_stop()
-
-    def record_stop() -> None:
-        try:
-            driver.record(Ordered(at_s=driver.clock.now(), action="stop", by="signal", step=driver.step))
-        except JournalError as error:
-            say(f"not stopped yet: {error}")
-            loop.call_later(_AGAIN_S, record_stop)
-            return
-        put_on_record("stop")
-
-    def put_on_record(action: str) -> None:
-        try:
-            audit.append("signal", "system", action, {})
-        except StorageError as error:
-            say(f"{action}: done; the audit log could not take it: {error}")
-
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, leave if leaves else stop)
-    loop.add_signal_handler(signal.SIGINT, stop)
+    signals = _Signals(driver, audit, say, leaves=leaves)
     try:
-        await _tick(driver, lambda: asked > 1 or is_leaving, say)
+        await _tick(driver, signals.are_urgent, say)
     finally:
         await server.close()
         (folder / DRIVER_FILE).unlink(missing_ok=True)
