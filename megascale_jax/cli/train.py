@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megascale_jax.config.load import load_experiment
-from megascale_jax.observe.marks import Marks
+from megascale_jax.observe.marks import MARKS, Marks
 from megascale_jax.observe.output import outlive_full_disks
 from megascale_jax.observe.progress import format_duration, format_rate
 from megascale_jax.observe.report import check_json_path, write_json
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from megascale_jax.train.loop import Outcome
 
 SAMPLE_TOKENS = 160
+
+
+_PREDECESSOR_S = 120.0
+"""Longest that a process whose peers are gone takes to end."""
 
 
 def train(
@@ -47,7 +51,8 @@ def train(
     from megascale_jax.data.select import open_training_data
     from megascale_jax.train.folder import RunFolder
 
-    folder = RunFolder(run_folder or Path("runs") / resolved.name)
+    # a driven process may come while one of the attempt before is still there, on a node that nobody could tell to end it
+    folder = RunFolder(run_folder or Path("runs") / resolved.name, wait_s=_PREDECESSOR_S if os.environ.get(MARKS) else 0.0)
     processes, console = Processes.from_environment(), Console()
     marks = Marks.from_environment(processes.index)
     launcher = os.environ.get("MEGASCALE_LAUNCHER", "megascale train")

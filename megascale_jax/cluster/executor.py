@@ -20,6 +20,8 @@ from megascale_jax.errors import StuckProcessError
 
 LOOK_S = 0.1
 """Time between two looks at the processes; a change is reported at once."""
+CUT_OFF_S = 12.0
+"""Without a word of the driver, which repeats itself every 5 s."""
 ORPHAN_S = 900.0
 LEAVE_GRACE_S = 30.0
 WARM_AFTER_STEPS = 1
@@ -139,6 +141,9 @@ class Executor:
         if self._has_processes and (assignment is None or assignment.attempt != self._attempt):
             if self._stopping is None:
                 self._stopping = asyncio.create_task(self._stop(wanted.stop_grace_s))
+        elif self._is_cut_off() and self._is_left_alone() and self._stopping is None:
+            _logger.warning("no word of the driver, and peers of the training process are gone: it is ended")
+            self._stopping = asyncio.create_task(self._stop(0.0))
         elif wanted.leave and self._stopping is None:
             self.leaving = True
         elif assignment is not None and assignment.attempt > self._attempt and self._stopping is None:
@@ -148,6 +153,14 @@ class Executor:
         order = wanted.diagnosis
         if order is not None and (self._diagnosis is None or self._diagnosis.round != order.round) and self._examining is None:
             self._examining = asyncio.create_task(self._examine_for(order))
+
+    def _is_cut_off(self) -> bool:
+        """Whether the driver has been silent for longer than it ever is."""
+        return time.monotonic() > self._heard_at + CUT_OFF_S
+
+    def _is_left_alone(self) -> bool:
+        """Whether the training process says that peers are gone: it cannot go on, and may hold what its successor needs, for a minute."""
+        return self._has_processes and any(report.is_secondary for report in self._reports)
 
     def _is_settled(self) -> bool:
         """Nothing is started or ended here for a while: the next process may be prepared without being in anybody's way."""

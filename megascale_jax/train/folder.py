@@ -43,9 +43,10 @@ _OWN_NAMES = {
 
 @dataclass(frozen=True)
 class RunFolder:
-    """One run on disk."""
+    """One run on disk. ``wait_s``: longest wait for another process that trains there to be gone, seconds."""
 
     path: Path
+    wait_s: float = 0.0
 
     def storage(self, experiment: Experiment | None = None) -> Storage:
         """Where the checkpoints lie, by this configuration or the one that the run was started with."""
@@ -176,7 +177,9 @@ class RunFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other processes from training here. Raises RunFolderError when one does; a lock dies with its process."""
-        with _locked(self.path, f"another process trains in {self.path}; wait for it, stop it, or choose another --run-folder"):
+        with _locked(
+            self.path, f"another process trains in {self.path}; wait for it, stop it, or choose another --run-folder", self.wait_s
+        ):
             yield
 
     @contextmanager
@@ -191,7 +194,7 @@ class RunFolder:
         refusal = f"another process trains on {storage.url}; wait for it, stop it, or choose another train.checkpoint.place"
         if storage.folder is not None:  # whatever is written there is for its owner only
             storage.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with self.locked(), nullcontext() if storage.folder is None else _locked(storage.folder, refusal):
+        with self.locked(), nullcontext() if storage.folder is None else _locked(storage.folder, refusal, self.wait_s):
             if not fresh or experiment.train.checkpoint.place is not None:  # else all that is there goes
                 self.check_place(experiment)
             if fresh:
@@ -241,10 +244,10 @@ class RunFolder:
 
 
 @contextmanager
-def _locked(folder: Path, refusal: str) -> Iterator[None]:
-    """A lock on a folder, which is made if it is not there. Raises RunFolderError when another process has it."""
+def _locked(folder: Path, refusal: str, wait_s: float) -> Iterator[None]:
+    """A lock on a folder, which is made if it is not there. Raises RunFolderError when another process has it, and keeps it for so long."""
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / LOCK_FILE, timeout=0)
+    lock = FileLock(folder / LOCK_FILE, timeout=wait_s)
     try:
         lock.acquire()
     except Timeout as error:

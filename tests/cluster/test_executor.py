@@ -224,3 +224,22 @@ def test_only_the_end_of_the_run_is_an_end_for_whoever_runs_executors(tmp_path) 
 
     asyncio.run(end())
     assert node.executor.is_over
+
+
+@pytest.mark.parametrize("has_peers", [True, False])
+def test_without_a_driver_a_process_whose_peers_are_gone_is_ended(tmp_path, monkeypatch, has_peers) -> None:
+    """Nobody can tell this node to end it, and it may hold what its successor elsewhere needs."""
+    monkeypatch.setattr("megascale_jax.cluster.executor.CUT_OFF_S", 0.3)
+    words = "step 7" if has_peers else "Gloo all-reduce failed: Connection closed by peer [127.0.0.1]:4711"
+
+    async def story(node: Node) -> None:
+        node.want(1)
+        await node.until(lambda: any(process.log for process in node.driver.beat.processes))
+        if has_peers:
+            await asyncio.sleep(0.8)
+            assert not node.driver.beat.is_idle, "it goes on as it was last wanted"
+        else:
+            await node.until(lambda: node.driver.beat.is_idle)
+
+    command = (sys.executable, "-c", f"import time; print({words!r}, flush=True); time.sleep(600)")
+    play(tmp_path, story, command=command)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -143,3 +144,15 @@ def test_one_of_two_that_claim_at_the_same_time_is_refused(place):
     with pytest.raises(StorageError, match="was written by another process at the same time"):
         claim(storage, Owner("ours", "/here", 0.0), meanwhile)
     assert read_owner(storage) == other
+
+
+def test_a_driven_process_waits_for_one_of_the_attempt_before(tmp_path):
+    """It may be on a node that nobody could tell to end it, and ends when it notices that its peers are gone."""
+    first = RunFolder(tmp_path / "run").locked()
+    first.__enter__()
+    with pytest.raises(RunFolderError, match="another process trains in"), RunFolder(tmp_path / "run", wait_s=0.1).locked():
+        pass
+    timer = threading.Timer(0.3, lambda: first.__exit__(None, None, None))
+    timer.start()
+    with RunFolder(tmp_path / "run", wait_s=20.0).locked():
+        assert not timer.is_alive() or timer.finished.is_set()
