@@ -21,7 +21,7 @@ from megascale_jax.cluster.examination import Examination
 from megascale_jax.cluster.journal import Journal
 from megascale_jax.cluster.lifecycle import ENDS, NodeStatus, Phase
 from megascale_jax.cluster.messages import Beat, Desired, Diagnosis, Hello
-from megascale_jax.cluster.policy import ACTIVE, apply, deadline, desired, first_state, looks_again_at
+from megascale_jax.cluster.policy import ACTIVE, apply, deadline, desired, first_state, looks_again_at, ranks_of
 from megascale_jax.cluster.reports import ProcessReport
 from megascale_jax.cluster.state import (
     Advanced,
@@ -217,10 +217,11 @@ class Driver:
         if self.state is self._told_state and self.examination is None and now < self._tell_again_s:
             return
         self._told_state, self._tell_again_s = self.state, now + _REPEAT_S
+        ranks = ranks_of(self.state)
         for name, node in self.state.nodes.items():
             if node.lost_at_s is not None:
                 continue
-            wanted = desired(self.state, name, self.config)
+            wanted = desired(self.state, name, self.config, ranks)
             if self.examination is not None:
                 wanted = wanted.model_copy(update={"diagnosis": self.examination.order(name)})
             said = self._told.get(name)

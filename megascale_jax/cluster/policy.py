@@ -4,6 +4,8 @@ An event that no longer fits (of an older attempt, doubled, late) changes nothin
 Applying the journal's events to the first state gives the present one (paper section 4.1, figure 5).
 """
 
+from collections.abc import Mapping
+
 from megascale_jax.cluster.lifecycle import ENDS, NodeStatus, Phase
 from megascale_jax.cluster.messages import Assignment, Desired
 from megascale_jax.cluster.moves import (
@@ -107,16 +109,22 @@ def looks_again_at(state: State, config: ClusterConfig) -> float | None:
     return min(lost) + config.grace_s if lost else None
 
 
-def desired(state: State, name: str, config: ClusterConfig) -> Desired:
-    """All of what a node should be doing. The diagnosis is added by the driver."""
+def ranks_of(state: State) -> dict[str, int]:
+    """Rank of each node that has a seat."""
+    return {name: rank for rank, name in enumerate(state.seats) if name is not None}
+
+
+def desired(state: State, name: str, config: ClusterConfig, ranks: Mapping[str, int] | None = None) -> Desired:
+    """All of what a node should be doing. The diagnosis is added by the driver. ``ranks``: `ranks_of`, for who asks for many nodes."""
+    ranks = ranks_of(state) if ranks is None else ranks
     grace_s = config.save_s if state.phase == Phase.STOPPING or (state.phase == Phase.SUSPENDED and is_planned(state)) else 0.0
     node = state.nodes[name]
     assignment = None
-    if state.phase in ACTIVE and name in state.seats:
+    if state.phase in ACTIVE and name in ranks:
         first = state.nodes[state.seats[0] or name]
         assignment = Assignment(
             attempt=state.attempt,
-            rank=state.seats.index(name),
+            rank=ranks[name],
             num_ranks=len(state.seats),
             coordinator=f"{first.address}:{first.ports[state.attempt % len(first.ports)]}",
             overrides=(*state.shapes[state.shape].overrides, *_rewinds(state)),
