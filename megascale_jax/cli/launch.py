@@ -35,7 +35,7 @@ def _launch() -> None:
 def render(
     experiment: Annotated[str, typer.Argument(help="name of an experiment in the image (`megascale config list`)", show_default=False)],
     image: Annotated[str, typer.Option(help="container image with megascale_jax[gpu,kubernetes], better by digest", show_default=False)],
-    run_volume: Annotated[str, typer.Option(help="claim of a volume that all pods can write; mounted at /work", show_default=False)],
+    run_volume: Annotated[str, typer.Option(help="claim of a volume that all pods can write; mounted at /volume", show_default=False)],
     overrides: Annotated[list[str] | None, typer.Argument(help="changes, such as parallel.data=2", show_default=False)] = None,
     backend: Annotated[Target, typer.Option(help="what the cluster is run by")] = Target.KUBERNETES,
     nodes: Annotated[int, typer.Option(min=1, help="nodes that train")] = 1,
@@ -43,7 +43,7 @@ def render(
     gpus_per_node: Annotated[int, typer.Option(min=0, help="0: train on CPUs")] = 8,
     name: Annotated[str | None, typer.Option(help="of the JobSet; default: the experiment's", show_default=False)] = None,
     namespace: Annotated[str, typer.Option(help="where everything is made")] = "default",
-    run_folder: Annotated[str, typer.Option(help="below /work; default runs/NAME", show_default=False)] = "",
+    run_folder: Annotated[str, typer.Option(help="below /volume; default runs/NAME", show_default=False)] = "",
     resource: Annotated[
         list[str] | None, typer.Option(help="of each node: cpu=90, memory=900Gi, hugepages-2Mi=8Gi, rdma/hca=8; repeat", show_default=False)
     ] = None,

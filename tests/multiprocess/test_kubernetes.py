@@ -56,7 +56,7 @@ class Kubelets:
     def _start(self, name: str, container: dict[str, Any], values: dict[str, str], program: list[str]) -> subprocess.Popen[bytes]:
         scratch = self.folder / f"scratch-{name}"
         token = self.folder / "security/tokens" / f"node-{values.get('JOB_COMPLETION_INDEX')}"
-        places = {"/work": self.folder / "work", "/security": self.folder / "security", "/scratch": scratch, "/token/node": token}
+        places = {"/volume": self.folder / "work", "/security": self.folder / "security", "/scratch": scratch, "/token/node": token}
         places |= {"run-driver-0-0.run:": "127.0.0.1:"}
 
         def here(text: str) -> str:

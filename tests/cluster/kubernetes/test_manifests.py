@@ -176,7 +176,7 @@ def test_an_executor_understands_what_its_pod_says() -> None:
     assert (options.node, options.machine, options.address) == ("node-2", "machine-7", "10.1.2.3")
     assert options.driver == "run-driver-0-0.run:7070"
     assert own_command(options.command)[1:] == [
-        *("-m", "megascale_jax.cli.main", "train", "gpt-13b", "train.data.source=$(HOME)/x", "--run-folder", "/work/runs/run")
+        *("-m", "megascale_jax.cli.main", "train", "gpt-13b", "train.data.source=$(HOME)/x", "--run-folder", "/volume/runs/run")
     ]
     mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
     assert expand(mounts[str(options.token)]["subPathExpr"]) == "node-2", "its own token, and no other"

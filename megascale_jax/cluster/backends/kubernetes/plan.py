@@ -106,7 +106,7 @@ class Plan:
         return ["megascale", "train", self.experiment, *self.overrides, "--run-folder", self.folder]
 
 
-VOLUME = "/work"
+VOLUME = "/volume"
 
 
 def _check_network(option: str, text: str) -> None:
