@@ -105,7 +105,7 @@ class Watcher:
     def _absent(self, now_s: float, attempt: int, views: Iterable[NodeView]) -> Iterable[Suspicion]:
         """Nodes that beat and have no process of this attempt, as when it cannot be started there."""
         missing = {view.name for view in views if view.beat and not (view.beat.attempt == attempt and view.beat.processes)}
-        self._missing_since = {name: self._missing_since.get(name, now_s) for name in missing}
+        self._missing_since = _seen_since(self._missing_since, missing, now_s)
         for name, since_s in self._missing_since.items():
             if now_s > since_s + self.config.stop_s:
                 yield Suspicion(rule="exit", node=name, detail=f"has no process of attempt {attempt}; see executor.log there")
@@ -113,7 +113,7 @@ class Watcher:
     def _undead(self, now_s: float, placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion]:
         """Processes whose main thread has ended while others have not, as when one hangs in a driver."""
         zombies = {(view.name, process.pid): process.rank for view, process in placed if process.state == "zombie"}
-        self._zombies = {key: self._zombies.get(key, now_s) for key in zombies}
+        self._zombies = _seen_since(self._zombies, zombies, now_s)
         for key, rank in zombies.items():
             if now_s > self._zombies[key] + _ZOMBIE_S:
                 detail = f"its main thread ended {now_s - self._zombies[key]:.0f} s ago, others hang"
@@ -122,7 +122,7 @@ class Watcher:
     def _halted(self, now_s: float, placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion]:
         """Processes that a signal or a debugger has stopped, which no section allows for, or that are frozen."""
         stopped = {(view.name, process.pid): process.rank for view, process in placed if process.state == "stopped"}
-        self._since = {key: self._since.get(key, now_s) for key in stopped}
+        self._since = _seen_since(self._since, stopped, now_s)
         limit_s = self.limits.limit_s("step", {"step": _STEADY_STEPS})
         for key, rank in stopped.items():
             if now_s > self._since[key] + limit_s:
@@ -201,6 +201,11 @@ def odd_software(software: Mapping[str, Mapping[str, str]]) -> list[Suspicion]:
             odd = [(node, versions.get(part, "none")) for node, versions in software.items() if versions.get(part, "none") != usual]
             found += [Suspicion(rule="software", node=node, detail=f"{part} {has}, others have {usual}") for node, has in odd]
     return found
+
+
+def _seen_since[K](before: Mapping[K, float], now: Iterable[K], now_s: float) -> dict[K, float]:
+    """Since when each of what is seen now has been seen without a break."""
+    return {key: before.get(key, now_s) for key in now}
 
 
 def _exits(placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion]:
