@@ -42,7 +42,7 @@ if what != "succeed":
 
 
 @pytest.fixture
-def launch(tmp_path):
+def launch(tmp_path, started):
     """Starts local.sh; everything it left behind is ended after the test."""
     (tmp_path / "fake.py").write_text(FAKE, encoding="utf-8")
     (tmp_path / "notes").mkdir()
@@ -52,7 +52,6 @@ def launch(tmp_path):
         "MEGASCALE_GRACE_S": "1",
         "TMPDIR": str(tmp_path / "tmp"),
     }
-    started: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
@@ -60,11 +59,7 @@ def launch(tmp_path):
         started.append(process)
         return process
 
-    yield start
-    for process in started:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+    return start
 
 
 def notes(tmp_path: Path, count: int) -> list[list[str]]:

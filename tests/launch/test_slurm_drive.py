@@ -24,13 +24,12 @@ SHORT = {"SLURM_SUBMIT_DIR": "/nonexistent"}
 
 
 @pytest.fixture
-def launch(tmp_path):
+def launch(tmp_path, started):
     """Starts the script with a plan; it is ended after the test."""
     (tmp_path / "megascale").write_text(FAKE)
     (tmp_path / "megascale").chmod(0o755)
     (tmp_path / "sleep").write_text('#!/bin/sh\nexec /bin/sleep "$(echo "$1" | sed s/^1$/0.01/)"\n')
     (tmp_path / "sleep").chmod(0o755)
-    started: list[subprocess.Popen[str]] = []
 
     def start(plan: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         (tmp_path / "plan").write_text(plan.replace(" ", "\n") + "\n")
@@ -40,11 +39,7 @@ def launch(tmp_path):
         started.append(process)
         return process
 
-    yield start
-    for process in started:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+    return start
 
 
 def starts(folder: Path) -> list[str]:
