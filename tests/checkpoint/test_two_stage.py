@@ -55,6 +55,13 @@ def until(condition):
         time.sleep(0.02)
 
 
+def report_of_rank_1(reports):
+    """That it wrote its part: none, as the first rank of a plan for one owns every block. Whole at once, as storage writes it."""
+    written = reports.parent / "written"
+    written.write_bytes(Part(1).to_bytes())
+    written.rename(reports / "1.json")
+
+
 def is_alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
@@ -145,7 +152,7 @@ def test_keeper_that_dies_is_replaced_and_its_work_is_finished(run):
     os.kill(killed, signal.SIGKILL)
     until(lambda: store.keeper_pid != killed)
     assert published_steps(run.folder) == []
-    (reports / "1.json").write_bytes(Part(1).to_bytes())  # the first rank of a plan for one owns every block
+    report_of_rank_1(reports)
     until(lambda: published_steps(run.folder) == [7] or store.errors)
     store.wait()
     assert store.errors == 0, run.said
@@ -277,7 +284,7 @@ def test_newer_save_is_published_without_the_older_one_whose_other_part_never_co
         store.save(step, random_state(here), {})
     reports = run.folder / "2" / f"{store._launch}.parts"
     until(lambda: (reports / "0.json").is_file())
-    (reports / "1.json").write_bytes(Part(1).to_bytes())  # the first rank of a plan for one owns every block
+    report_of_rank_1(reports)
     store.wait()
     assert published_steps(run.folder) == [2] and store.durable()["step"] == 2
     assert store.errors == 1 and [line for line in run.said if "step 1 was not saved" in line and "step 2 was published meanwhile" in line]
@@ -294,7 +301,7 @@ def test_part_that_is_missing_is_never_published(run):
     reports = run.folder / "2" / f"{store._launch}.parts"
     until(lambda: (reports / "0.json").is_file())
     shutil.rmtree(run.folder / "2" / store._launch / "ocdbt.process_0")
-    (reports / "1.json").write_bytes(Part(1).to_bytes())
+    report_of_rank_1(reports)
     store.wait()
     assert store.errors == 1 and [line for line in run.said if "0 blocks were written, expected" in line], run.said
     assert published_steps(run.folder) == [1]
