@@ -26,6 +26,7 @@ def main(
     json_path: Annotated[Path, typer.Option("--json", help="result that this slice is added to")],
     faults: Annotated[int, typer.Option(min=1, help="faults of this slice")] = 16,
     seed: Annotated[int, typer.Option(min=0, help="of this slice")] = 0,
+    pause_s: Annotated[float, typer.Option(min=0, help="seconds of training before each fault")] = 10.0,
     limit_s: Annotated[int, typer.Option(min=60, help="longest that the slice may take")] = 3600,
 ) -> None:
     """Run a slice. Exit code 1 when a fault was not healed, a node wrongly named or evicted, or a loss differs."""
@@ -40,6 +41,8 @@ def main(
             str(faults),
             "--seed",
             str(seed),
+            "--pause-s",
+            str(pause_s),
             "--json",
             str(seen),
         ]
@@ -47,7 +50,7 @@ def main(
         if not seen.is_file():
             raise SystemExit(code or 1)
         slice_ = json.loads(seen.read_text())
-    own = f"python benchmarks/fault_drill.py --faults {faults} --seed {seed} --json PATH"
+    own = f"python benchmarks/fault_drill.py --faults {faults} --seed {seed} --pause-s {pause_s:g} --json PATH"
     result = json.loads(json_path.read_text()) if json_path.is_file() else {"slices": []}
     result["slices"].append(birth_certificate(ROOT, own) | {"seed": seed} | slice_)
     result |= total(result["slices"])
