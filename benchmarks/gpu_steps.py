@@ -13,7 +13,7 @@ from step_worker import batches_of
 from megascale_jax.config.load import load_experiment
 from megascale_jax.config.schema import Experiment
 from megascale_jax.model.flops import mfu
-from megascale_jax.parallel.plan import VOTE_PARTITION, make_plan
+from megascale_jax.parallel.plan import DEVICE_PARTITION, make_plan
 from megascale_jax.train.state import initial_state
 from megascale_jax.train.step import make_steps, place_batch
 
@@ -89,7 +89,7 @@ def utilisation(experiment: Experiment, steps: int) -> dict[str, Any]:
     plan = make_plan(experiment, jax.devices()[:1])
     functions = make_steps(experiment, plan)
     state = initial_state(plan, functions.optimizer, experiment.train.seed)
-    votes = jax.device_put(np.zeros(1, np.int32), plan.sharding(VOTE_PARTITION))
+    votes = jax.device_put(np.zeros(1, np.int32), plan.sharding(DEVICE_PARTITION))
     batches, times, losses, norms = batches_of(experiment), [], [], []
     for _ in range(1 + steps):
         batch = place_batch(plan, next(batches))

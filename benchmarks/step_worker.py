@@ -19,7 +19,7 @@ import numpy as np
 from megascale_jax.config.load import load_experiment
 from megascale_jax.config.schema import Experiment
 from megascale_jax.optim.schedule import learning_rate
-from megascale_jax.parallel.plan import VOTE_PARTITION, make_plan
+from megascale_jax.parallel.plan import DEVICE_PARTITION, make_plan
 from megascale_jax.train.state import initial_state
 from megascale_jax.train.step import make_steps, place_batch
 
@@ -49,7 +49,7 @@ def our_variant(experiment: Experiment) -> Advance:
     plan = make_plan(experiment, jax.devices())
     steps = make_steps(experiment, plan)
     state = initial_state(plan, steps.optimizer, experiment.train.seed)
-    votes = jax.device_put(np.zeros(plan.mesh.size, np.int32), plan.sharding(VOTE_PARTITION))
+    votes = jax.device_put(np.zeros(plan.mesh.size, np.int32), plan.sharding(DEVICE_PARTITION))
     batches = batches_of(experiment)
 
     def advance() -> float:

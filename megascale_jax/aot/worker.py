@@ -19,7 +19,7 @@ from megascale_jax.aot.targets import TARGETS
 from megascale_jax.aot.topology import absent_devices
 from megascale_jax.config.schema import Experiment
 from megascale_jax.errors import ConfigError
-from megascale_jax.parallel.plan import BATCH_PARTITION, VOTE_PARTITION, Plan, make_plan
+from megascale_jax.parallel.plan import BATCH_PARTITION, DEVICE_PARTITION, Plan, make_plan
 from megascale_jax.train.state import abstract_state
 from megascale_jax.train.step import BATCH_KEYS, make_steps
 
@@ -66,7 +66,7 @@ def lower_step(experiment: Experiment, plan: Plan) -> jax.stages.Lowered:
     rows = experiment.parallel.data * experiment.parallel.micro_batch_size
     shape = (experiment.num_micro_batches, rows, experiment.model.sequence_length)
     batch = {key: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=plan.sharding(BATCH_PARTITION)) for key in BATCH_KEYS}
-    votes = jax.ShapeDtypeStruct((plan.mesh.size,), jnp.int32, sharding=plan.sharding(VOTE_PARTITION))
+    votes = jax.ShapeDtypeStruct((plan.mesh.size,), jnp.int32, sharding=plan.sharding(DEVICE_PARTITION))
     return steps.train.lower(abstract_state(plan, steps.optimizer), batch, votes)
 
 

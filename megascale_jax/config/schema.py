@@ -282,6 +282,14 @@ class LoggingConfig(Section):
     tensorboard: bool = Field(default=True, description="also write TensorBoard events")
 
 
+class EventsConfig(Section):
+    """What a run remembers of every step, beyond its metrics."""
+
+    stamps: bool = Field(
+        default=True, description="read the devices' clocks inside the step: how long each computes, and waits for which collective"
+    )
+
+
 class TrainConfig(Section):
     """The run: data, batch, optimizer, and what is written when."""
 
@@ -307,6 +315,7 @@ class TrainConfig(Section):
     evaluation: EvaluationConfig = Field(default=EvaluationConfig(), description="held-out loss")
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="saving")
     logging: LoggingConfig = Field(default=LoggingConfig(), description="what is written while training")
+    events: EventsConfig = Field(default=EventsConfig(), description="what is remembered of every step")
 
 
 class Experiment(Section):

@@ -24,6 +24,7 @@ from megascale_jax import axes
 from megascale_jax.config.layout import Layout
 from megascale_jax.config.schema import Experiment
 from megascale_jax.config.stages import EMPTY
+from megascale_jax.kernels.clock.api import Clock
 from megascale_jax.kernels.dispatch import attention_choices, select
 from megascale_jax.kernels.target import Target
 from megascale_jax.model.transformer import Transformer
@@ -35,8 +36,8 @@ from megascale_jax.parallel.zero import ZeroSharding
 
 BATCH_PARTITION = PartitionSpec(None, axes.DATA, None)
 """Batches are ``[m, B, S]``: rows split over ``data``, the same for all tensor and pipe ranks of one data index."""
-VOTE_PARTITION = PartitionSpec(axes.MESH_AXES)
-"""One number per device."""
+DEVICE_PARTITION = PartitionSpec(axes.MESH_AXES)
+"""One number, or row of numbers, per device."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,8 @@ def make_plan(experiment: Experiment, devices: Sequence[Any]) -> Plan:
     zero = ZeroSharding(model, layout, jnp.dtype(experiment.train.compute_dtype))
     communication = RingTensorParallel() if parallel.tensor_overlap == "ring" else TensorParallel()
     transformer = Transformer(model, select(model, experiment.system), communication, zero.columns)
-    return Plan(experiment, layout, mesh, zero, Pipeline(transformer, layout, parallel, zero))
+    clock = Clock(Target.of(experiment.system)) if experiment.train.events.stamps else None
+    return Plan(experiment, layout, mesh, zero, Pipeline(transformer, layout, parallel, zero, clock))
 
 
 def _stable_number(name: str) -> int:

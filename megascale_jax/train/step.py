@@ -23,14 +23,16 @@ from megascale_jax import axes
 from megascale_jax.comm.flags import known_step_options
 from megascale_jax.config.schema import Experiment
 from megascale_jax.errors import DataError
+from megascale_jax.kernels.clock.api import Stamps
 from megascale_jax.optim.lamb import make_optimizer
 from megascale_jax.optim.schedule import learning_rate
 from megascale_jax.parallel.pipeline.tick_state import Batch
-from megascale_jax.parallel.plan import BATCH_PARTITION, VOTE_PARTITION, Plan
+from megascale_jax.parallel.plan import BATCH_PARTITION, DEVICE_PARTITION, Plan
 from megascale_jax.train.saved import applied_updates
 from megascale_jax.train.state import TrainState, state_partitions
 
 BATCH_KEYS = ("tokens", "targets", "segment_ids", "positions")
+METRICS = ("loss", "grad_norm", "learning_rate", "tokens", "skipped", "stop_votes")
 _BATCH_SPECS = dict.fromkeys(BATCH_KEYS, BATCH_PARTITION)
 
 
@@ -39,7 +41,8 @@ class Steps:
     """The compiled functions of a run.
 
     ``train(state, batch, votes) -> (state, metrics)`` donates its state; metrics are replicated scalars: ``loss`` (nats
-    per valid token), ``grad_norm``, ``learning_rate``, ``tokens`` (valid, global), ``skipped``, ``stop_votes``.
+    per valid token), ``grad_norm``, ``learning_rate``, ``tokens`` (valid, global), ``skipped``, ``stop_votes``; with a clock also
+    ``stamps``, int32 ``[devices, n, 2]``, each device's own, which ``plan.executor.stamps`` explains.
     ``evaluate(params, batch) -> (nats, tokens)`` sums over the global batch. Batches are ``[m, B, S]``.
     ``gradients(params, batch) -> (loss, gradients)`` are the logical gradients before clipping.
     """
@@ -57,16 +60,20 @@ def make_steps(experiment: Experiment, plan: Plan) -> Steps:
     decays = {name: spec.decays for name, spec in plan.zero.specs.items()}
     optimizer = make_optimizer(config.optimizer, rate, decays, plan.zero.norms)
 
-    def gradients(params: dict[str, jax.Array], batch: Batch, key: jax.Array | None = None) -> tuple[jax.Array, Any, jax.Array]:
+    def gradients(
+        params: dict[str, jax.Array], batch: Batch, key: jax.Array | None = None, stamps: Stamps | None = None
+    ) -> tuple[jax.Array, Any, jax.Array]:
         tokens = jax.lax.psum((batch["targets"] >= 0).sum(), axes.DATA)
         scale = 1.0 / jnp.maximum(tokens, 1).astype(jnp.float32)
-        loss, grads = plan.executor.loss_and_gradients(params, batch, scale, key)
+        loss, grads = plan.executor.loss_and_gradients(params, batch, scale, key, stamps or Stamps(None))
         return jax.lax.psum(loss, axes.DATA), grads, tokens
 
     def train(state: TrainState, batch: Batch, votes: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+        stamps = Stamps(plan.executor.clock)
+        stamps.take(state.step)
         next_rng, dropout_key = jax.random.split(jax.random.wrap_key_data(state.rng))
-        loss, grads, tokens = gradients(state.params, batch, dropout_key if experiment.model.dropout else None)
-        norm = plan.zero.global_norm(grads)
+        loss, grads, tokens = gradients(state.params, batch, dropout_key if experiment.model.dropout else None, stamps)
+        norm = stamps.mark(plan.zero.global_norm(grads))
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         if config.optimizer.clip_norm is not None:
             factor = jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
@@ -75,6 +82,9 @@ def make_steps(experiment: Experiment, plan: Plan) -> Steps:
         params: Any = optax.apply_updates(state.params, updates)
         applied = TrainState(state.step, params, optimizer_state, jax.random.key_data(next_rng))
         kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), applied, state)
+        if plan.executor.clock is not None:
+            kept = stamps.tie(kept)
+            stamps.take(kept.params)
         metrics = {
             "loss": loss,
             "grad_norm": norm,
@@ -83,6 +93,8 @@ def make_steps(experiment: Experiment, plan: Plan) -> Steps:
             "skipped": (~finite).astype(jnp.int32),
             "stop_votes": jax.lax.psum(votes.sum(), axes.MESH_AXES),
         }
+        if (taken := stamps.all()) is not None:
+            metrics["stamps"] = taken[None]
         return TrainState(state.step + 1, kept.params, kept.optimizer, kept.rng), metrics
 
     def evaluate(params: dict[str, jax.Array], batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -90,10 +102,11 @@ def make_steps(experiment: Experiment, plan: Plan) -> Steps:
         return jax.lax.psum((nats, (batch["targets"] >= 0).sum()), axes.DATA)
 
     partitions, replicated = state_partitions(plan, optimizer), PartitionSpec()
+    metrics = dict.fromkeys(METRICS, replicated) | ({} if plan.executor.clock is None else {"stamps": DEVICE_PARTITION})
     compiled = partial(jax.jit, compiler_options=known_step_options(experiment.system, _compiles) or None)
     return Steps(
         optimizer,
-        compiled(plan.shard_map(train, (partitions, _BATCH_SPECS, VOTE_PARTITION), (partitions, replicated)), donate_argnums=0),
+        compiled(plan.shard_map(train, (partitions, _BATCH_SPECS, DEVICE_PARTITION), (partitions, metrics)), donate_argnums=0),
         compiled(plan.shard_map(evaluate, (partitions.params, _BATCH_SPECS), (replicated, replicated))),
         compiled(plan.shard_map(lambda p, b: gradients(p, b)[:2], (partitions.params, _BATCH_SPECS), (replicated, partitions.params))),
     )
@@ -129,4 +142,4 @@ def place_batch(plan: Plan, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
 def place_vote(plan: Plan, asks_to_stop: bool) -> jax.Array:
     """This process's vote for the step, of each of its devices: int32, 1 to stop."""
     local = np.full(len([d for d in plan.mesh.devices.flat if d.process_index == jax.process_index()]), int(asks_to_stop), np.int32)
-    return jax.make_array_from_process_local_data(plan.sharding(VOTE_PARTITION), local)
+    return jax.make_array_from_process_local_data(plan.sharding(DEVICE_PARTITION), local)

@@ -5,6 +5,9 @@ through all of them keeps the phases in order even where no value connects two o
 XLA drops what a barrier hands to nobody, and with it the order. XLA's scheduler may then
 choose nothing but where inside a phase a transfer starts and ends. Element-wise glue runs outside, when something needs
 its result. Weights and accumulators never pass a barrier: operations take them from the tick they are bound to.
+
+Time is stamped where a tick begins, when a phase's compute is done, and when its collectives are as well, so that computing and
+waiting are told apart; `stamps.py` says which stamp is which. Glue runs after the stamp of the phase that it had to wait for.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -13,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from megascale_jax.kernels.clock.api import Stamps
 from megascale_jax.parallel.pipeline.operation import Operation
 from megascale_jax.parallel.pipeline.phases import TickPlan
 
@@ -20,7 +24,9 @@ Execute = Callable[[Operation, tuple[Any, ...]], tuple[Any, ...]]
 """An operation of the values it reads, giving those it writes."""
 
 
-def run_phases(plan: TickPlan, execute: Execute, values: Mapping[str, Any], outputs: Iterable[str]) -> tuple[dict[str, Any], jax.Array]:
+def run_phases(
+    plan: TickPlan, execute: Execute, values: Mapping[str, Any], outputs: Iterable[str], stamps: Stamps
+) -> tuple[dict[str, Any], jax.Array]:
     """Run a tick's operations on ``values``: the ``outputs`` by name, and a zero to be added to something that is used."""
     known = dict(values)
     writers = {value: operation for operation in plan.operations for value in operation.writes}
@@ -49,16 +55,19 @@ def run_phases(plan: TickPlan, execute: Execute, values: Mapping[str, Any], outp
             sinks.remove(operation)
 
     run_sinks()
+    stamps.take(token)
     for phase in plan.phases:
         chosen = [plan.by_name[name] for name in phase.names]
         read = {name: value_of(name) for operation in chosen for name in operation.reads}
-        token, read = jax.lax.optimization_barrier((token, read))
+        token, read = stamps.tie((token, read))
         written: dict[str, Any] = {}
         for operation in chosen:
             with jax.named_scope(operation.name):
                 results = execute(operation, tuple(read[name] for name in operation.reads))
             written.update(zip(operation.writes, results, strict=True))
-        token, written = jax.lax.optimization_barrier((token, written))
+            if operation.name == phase.compute:
+                stamps.take(results)
+        token, written = stamps.mark(stamps.tie((token, written)))
         known.update(written)
         run_sinks()
     assert not sinks, f"never ran: {[operation.name for operation in sinks]}"

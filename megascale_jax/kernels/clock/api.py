@@ -1,0 +1,85 @@
+"""Time stamps inside a compiled program: a device's clock, read where the program has come to.
+
+A stamp is one call with two operands that it need not read: a value that must be there before, and the stamp before it, so
+that stamps are taken in the order of the program, and none is merged with another or moved out of a loop. What is to come after a
+stamp is tied to it by a barrier (`Stamps.tie`). Stamps are results like any other: no host waits for them.
+
+On GPUs a kernel of one warp reads the global timer, in nanoseconds of the GPU's own epoch; on CPUs a native handler reads
+``CLOCK_MONOTONIC`` of the host, the clock of `time.monotonic_ns`. JAX has no 64-bit integers by default, so a stamp is int32 ``[2]``,
+the low word first: an array ``[..., 2]`` of them is an int64 ``[...]`` on the host (`nanoseconds`).
+"""
+
+from importlib import import_module
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from megascale_jax.kernels.target import Target
+
+STAMP = jax.ShapeDtypeStruct((2,), jnp.int32)
+
+
+class Clock:
+    """Reads the clock of the devices of a target; see `Stamps`."""
+
+    def __init__(self, target: Target):
+        on_gpus = target.platform == "gpu"
+        self._module = import_module(f"megascale_jax.kernels.clock.{'triton' if on_gpus else 'host'}")
+        self._options: dict[str, Any] = {"architecture": target.architecture} if on_gpus else {}
+
+    def stamp(self, after: jax.Array, previous: jax.Array) -> jax.Array:
+        """The time once ``after`` and the stamp ``previous`` are there, int32 ``[2]``."""
+        return self._module.stamp(after, previous, **self._options)
+
+
+class Stamps:
+    """Stamps of one stretch of a program, taken while it is traced; without a clock none are, and nothing changes.
+
+    ``last`` is the stamp before the stretch, int32 ``[2]``, afterwards its own last one; ``None`` without a clock.
+    """
+
+    def __init__(self, clock: Clock | None, last: jax.Array | None = None):
+        self.clock = clock
+        self.last = jnp.zeros(STAMP.shape, STAMP.dtype) if last is None and clock is not None else last
+        self._taken: list[jax.Array] = []
+
+    def take(self, after: Any) -> None:
+        """A stamp once ``after`` is there: an array, or the first one of a tree."""
+        if self.clock is not None:
+            assert self.last is not None, "there is a clock"
+            self.last = self.clock.stamp(jax.tree.leaves(after)[0], self.last)
+            self._taken.append(self.last)
+
+    def tie(self, values: Any) -> Any:
+        """``values``, which are there once the last stamp is taken: what reads them runs after it."""
+        if self.clock is None:
+            return jax.lax.optimization_barrier(values)
+        self.last, values = jax.lax.optimization_barrier((self.last, values))
+        return values
+
+    def mark(self, values: Any) -> Any:
+        """A stamp once the first of ``values`` is there, and ``values`` behind it."""
+        if self.clock is None:
+            return values
+        self.take(values)
+        return self.tie(values)
+
+    def append(self, stamps: jax.Array, last: jax.Array) -> None:
+        """Stamps of another stretch, in order: int32 ``[..., 2]``, with its last one."""
+        if self.clock is not None:
+            self._taken.append(stamps)
+            self.last = last
+
+    def all(self) -> jax.Array | None:
+        """All stamps in order, int32 ``[n, 2]``; ``None`` without a clock."""
+        if self.clock is None:
+            return None
+        return jnp.concatenate([taken.reshape(-1, *STAMP.shape) for taken in self._taken])
+
+
+def nanoseconds(stamps: np.ndarray) -> np.ndarray:
+    """Stamps int32 ``[..., 2]`` as int64 ``[...]`` nanoseconds of the device's clock."""
+    assert stamps.dtype == np.int32 and stamps.shape[-1:] == STAMP.shape, f"{stamps.dtype}{list(stamps.shape)} are no stamps"
+    return np.ascontiguousarray(stamps).view("<i8")[..., 0]
