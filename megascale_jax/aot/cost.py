@@ -7,7 +7,7 @@ products for two; a kernel of this package counts the FLOPs that it declares, wh
 rate if it is one, else at that of products. A collective takes the bytes that cross the link over its rate, plus a
 latency: ``(n - 1)`` shards for a gather, ``(n - 1) / n`` of the input for a reduce-scatter, twice that for an all-
 reduce, the payload for a permute. The ``tensor`` axis stays on the fast link, and so does any other whose groups lie
-within a node.
+within a node. A stamp of the clock takes `STAMP_S`.
 
 A conditional costs its dearest branch as often as it is taken: a slot of the pipeline turns to another chunk
 (`parallel/pipeline/operations.py`) once in ``pipe`` ticks, any other one counts every time.
@@ -27,6 +27,9 @@ Kind = Literal["gemm", "attention", "memory", "free"]
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id", "opt-barrier"}
 TURN = "P.turn_"
 """In the name of what a slot of the pipeline does where it turns to another chunk."""
+STAMP_S = 2e-6
+"""A stamp of the devices' clock: a kernel's start and end on the stream, as it does nothing in between. Not measured on GPUs."""
+_STAMP = "/clock/"
 _ATTENTION = "attention."
 """In the name of an attention kernel of `megascale_jax.kernels`."""
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute", "all-to-all", "collective-broadcast")
@@ -68,6 +71,8 @@ class CostModel:
             return Kernel("free", 0, 0, 0)
         if instruction.opcode == "conditional":
             return self._conditional(instruction)
+        if _STAMP in (instruction.text("op_name") or ""):
+            return Kernel("memory", 0, instruction.bytes, STAMP_S)
         target = instruction.text("custom_call_target") or ""
         size = self._bytes(instruction, computation)
         memory_s = size / (self.rates.memory_gbps * 1e9)

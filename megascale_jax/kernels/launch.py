@@ -47,6 +47,8 @@ class Launch:
     constants: Mapping[str, Any]
     tile: Tile
     flops: float
+    reads: bool = True
+    """Whether it reads its operands; else they only say when it may run."""
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -55,8 +57,9 @@ class Launch:
 
     @property
     def bytes(self) -> int:
-        """Size of all operands and results."""
-        return sum(array.size * array.dtype.itemsize for array in (*self.operands, *self.results))
+        """Size of the operands that it reads, and of its results."""
+        moved = (*self.operands, *self.results) if self.reads else self.results
+        return sum(array.size * array.dtype.itemsize for array in moved)
 
 
 def is_interpreted() -> bool:

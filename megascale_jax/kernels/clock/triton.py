@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
-from megascale_jax.kernels.launch import Architecture, Launch, Tile, run
+from megascale_jax.kernels.launch import Architecture, Launch, Tile, like, run
 
 _TILE = Tile({}, warps=1, stages=1)
 
@@ -19,7 +19,7 @@ def _kernel(after, previous, stamp):
 
 def stamp_launch(after: jax.Array, previous: jax.Array) -> Launch:
     """The launch that takes one stamp; it reads neither operand."""
-    return Launch("clock", _kernel, (after, previous), (jax.ShapeDtypeStruct(previous.shape, previous.dtype),), (1,), {}, _TILE, 0.0)
+    return Launch("clock", _kernel, (after, previous), like(previous), (1,), {}, _TILE, flops=0.0, reads=False)
 
 
 def stamp(after: jax.Array, previous: jax.Array, *, architecture: Architecture) -> jax.Array:

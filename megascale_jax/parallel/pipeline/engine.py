@@ -39,6 +39,11 @@ def run_phases(
             return True
         return value not in heavy and all(map(reachable, writers[value].reads))
 
+    def leaves(operation: Operation) -> set[str]:
+        """Known values that an operation reads, or glue in front of it."""
+        missing = [name for name in operation.reads if name not in known]
+        return {name for name in operation.reads if name in known}.union(*(leaves(writers[name]) for name in missing))
+
     def value_of(name: str) -> Any:
         if name not in known:
             run(writers[name])
@@ -49,16 +54,27 @@ def run_phases(
             results = execute(operation, tuple(value_of(name) for name in operation.reads))
         known.update(zip(operation.writes, results, strict=True))
 
+    def run_glue(glue: Iterable[Operation]) -> None:
+        """Behind the last stamp: it would be counted as waiting otherwise."""
+        glue = list(glue)
+        if stamps.clock is not None:
+            read = {name: known[name] for name in sorted(set().union(*map(leaves, glue)))}
+            known.update(stamps.tie(read))
+        for operation in glue:
+            if any(name not in known for name in operation.writes) or not operation.writes:
+                run(operation)
+
     def run_sinks() -> None:
-        for operation in [sink for sink in sinks if all(map(reachable, sink.reads))]:
-            run(operation)
-            sinks.remove(operation)
+        ready = [sink for sink in sinks if all(map(reachable, sink.reads))]
+        run_glue(ready)
+        sinks[:] = [sink for sink in sinks if sink not in ready]
 
     run_sinks()
     stamps.take(token)
     for phase in plan.phases:
         chosen = [plan.by_name[name] for name in phase.names]
-        read = {name: value_of(name) for operation in chosen for name in operation.reads}
+        run_glue(writers[name] for operation in chosen for name in operation.reads if name not in known)
+        read = {name: known[name] for operation in chosen for name in operation.reads}
         token, read = stamps.tie((token, read))
         written: dict[str, Any] = {}
         for operation in chosen:
@@ -71,4 +87,5 @@ def run_phases(
         known.update(written)
         run_sinks()
     assert not sinks, f"never ran: {[operation.name for operation in sinks]}"
-    return {name: value_of(name) for name in outputs}, token
+    run_glue(writers[name] for name in outputs if name not in known)
+    return {name: known[name] for name in outputs}, token

@@ -1,0 +1,135 @@
+"""From the stamps of a step to events: what each device of this process computed, and what it waited for.
+
+Every step gives sums: of each unit (a micro-batch in a chunk) its forward, backward and weight gradients, of each pass what it waited for
+on which mesh axis, gathers, scatters, norm and optimizer. Every `detail_every`-th step also gives every phase of every tick. Names of
+phases are those of their operations (`parallel/pipeline/operations.py`).
+
+A GPU counts from an epoch of its own. `calibrate` reads it between two looks at the host's clock; the difference is
+good to half of what lay in between. CPUs read the host's clock itself.
+"""
+
+import time
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+
+from megascale_jax.kernels.clock.api import STAMP, nanoseconds
+from megascale_jax.observe.events import STEP_END, Events
+from megascale_jax.parallel.pipeline.stamps import STEP_NAMES, StepStamps
+from megascale_jax.parallel.plan import Plan
+
+STEP = "step"
+"""Span of a whole step on a device."""
+IDLE = "idle"
+"""Sum of what a device computed on nothing: slots of the pipeline without a unit."""
+_TRIES = 5
+
+
+class StampEvents:
+    """Writes the stamps of this process's devices. Without a clock, or without events, nothing is done."""
+
+    def __init__(self, plan: Plan, events: Events, detail_every: int):
+        self._plan, self._events, self._detail_every = plan, events, detail_every
+        self.is_on = plan.executor.clock is not None and events.is_on
+        if not self.is_on:
+            return
+        self._stamps = plan.executor.stamps(plan.experiment.num_micro_batches)
+        places = np.ndindex(plan.mesh.devices.shape)
+        own = {plan.mesh.devices[place]: place for place in places if plan.mesh.devices[place].process_index == jax.process_index()}
+        self._places = {device: (int(np.ravel_multi_index(place, plan.mesh.devices.shape)), place[0]) for device, place in own.items()}
+        self._sums = cache(lambda stage: _Sums.of(self._stamps, stage))
+        self._units = cache(self._stamps.units)
+        self._offsets_ns = dict.fromkeys(self._places, 0)
+
+    def calibrate(self) -> None:
+        """Compare the devices' clocks with the host's; the devices must have nothing to do."""
+        clock = self._plan.executor.clock
+        if not self.is_on or clock is None or self._plan.experiment.system.platform == "cpu":
+            return
+        read = jax.jit(clock.stamp)
+        for device in self._places:
+            zero = jax.device_put(np.zeros(STAMP.shape, STAMP.dtype), device)
+            read(zero, zero).block_until_ready()  # compiled
+            tries = []
+            for _ in range(_TRIES):
+                before_ns = time.monotonic_ns()
+                seen = np.asarray(read(zero, zero))
+                after_ns = time.monotonic_ns()
+                tries.append((after_ns - before_ns, (before_ns + after_ns) // 2 - int(nanoseconds(seen))))
+            within_ns, self._offsets_ns[device] = min(tries)
+            self._events.instant("device clock", device=self._places[device][0], text=f'{{"within_ns": {within_ns // 2}}}')
+
+    def write(self, step: int, stamps: jax.Array) -> None:
+        """The stamps of a step, int32 ``[devices, n, 2]``, of which this process has its devices' rows."""
+        for shard in stamps.addressable_shards if self.is_on else ():
+            number, stage = self._places[shard.device]
+            ns_n = nanoseconds(np.asarray(shard.data)[0]) + self._offsets_ns[shard.device]
+            self._write_device(step, number, stage, ns_n)
+
+    def _write_device(self, step: int, device: int, stage: int, ns_n: np.ndarray) -> None:
+        table, sums = self._stamps, self._sums(stage)
+        begin_ns, lasted_ns = ns_n[table.begin], ns_n[table.end] - ns_n[table.begin]
+        self._events.many(
+            name=(sums.name, sums.names),
+            lane=(sums.lane, table.lanes),
+            begin_ns=begin_ns[sums.first],
+            duration_ns=np.bincount(sums.group, lasted_ns, len(sums.first)).astype(np.int64),
+            device=device,
+            step=step,
+            microbatch=sums.micro_batch,
+            chunk=sums.chunk,
+        )
+        self._events.record(STEP, int(ns_n[0]), int(ns_n[-1] - ns_n[0]), lane="compute", device=device, step=step)
+        norm = int(np.flatnonzero(table.name == table.names.index(STEP_NAMES[2]))[0])
+        self._events.instant(STEP_END, begin_ns=int(ns_n[table.end[norm]]), lane="compute", device=device, step=step)
+        if step % self._detail_every == 0:
+            micro_batch, chunk = self._units(stage)
+            ticks = np.where(np.abs(table.tick) < 2**30, table.tick, -1)
+            self._events.many(
+                name=(table.name, table.names),
+                lane=(table.lane, table.lanes),
+                begin_ns=begin_ns,
+                duration_ns=lasted_ns,
+                device=device,
+                step=step,
+                tick=ticks,
+                microbatch=micro_batch,
+                chunk=chunk,
+            )
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Which spans are added up to which rows of a stage: ``group`` of every span, and columns of one row a group."""
+
+    names: tuple[str, ...]
+    group: np.ndarray
+    first: np.ndarray
+    name: np.ndarray
+    lane: np.ndarray
+    micro_batch: np.ndarray
+    chunk: np.ndarray
+
+    @classmethod
+    def of(cls, table: StepStamps, stage: int) -> "_Sums":
+        computing = table.lanes.index("compute")
+        groups: dict[tuple[str, int, int, int], int] = {}
+        group, first = [], []
+        for number, (of, lane, micro_batch, chunk) in enumerate(zip(table.of, table.lane, *table.units(stage), strict=True)):
+            kind = table.passes[of]
+            if kind == "step":
+                key = (table.names[table.name[number]], int(lane), -1, -1)
+            elif lane == computing:
+                key = (IDLE, int(lane), -1, -1) if micro_batch < 0 else (kind, int(lane), int(micro_batch), int(chunk))
+            else:
+                key = (f"{kind} wait", int(lane), -1, -1)
+            if key not in groups:
+                groups[key] = len(groups)
+                first.append(number)
+            group.append(groups[key])
+        names = tuple(dict.fromkeys(key[0] for key in groups))
+        columns = ([names.index(key[0]) for key in groups], *zip(*(key[1:] for key in groups), strict=True))
+        return cls(names, np.array(group), np.array(first), *(np.array(column, np.int32) for column in columns))
