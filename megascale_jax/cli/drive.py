@@ -126,7 +126,7 @@ def open_engine(backend: BackendName, nodes: int, spares: int, experiment: "Expe
         case BackendName.KUBERNETES:
             from megascale_jax.cluster.backends.kubernetes.engine import KubernetesEngine
 
-            return KubernetesEngine(nodes + spares)
+            return KubernetesEngine(nodes + spares, experiment.cluster.kubernetes)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from megascale_jax.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from megascale_jax.cluster.backends.kubernetes.plan import Plan
+    from megascale_jax.config.schema import Experiment
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", help="Make what starts a driven run on a cluster.")
 
@@ -78,7 +79,7 @@ def render(
     from megascale_jax.cluster.backends.kubernetes.manifests import render as manifests
     from megascale_jax.cluster.backends.kubernetes.plan import Plan, pairs
 
-    _check(experiment, overrides or [], nodes, gpus_per_node)
+    resolved = _checked(experiment, overrides or [], nodes, gpus_per_node)
     plan = Plan(
         name=name or re.sub(r"[^a-z0-9]+", "-", experiment.lower()).strip("-"),
         namespace=namespace,
@@ -94,6 +95,7 @@ def render(
         shared_memory=shared_memory,
         queue=queue,
         topology=topology,
+        lists_machines=bool(resolved.cluster.kubernetes.switch_labels),
         port=port,
         user=user,
         retention_s=retention,
@@ -114,16 +116,18 @@ def render(
     _explain(plan, output, security)
 
 
-def _check(experiment: str, overrides: list[str], nodes: int, gpus_per_node: int) -> None:
+def _checked(experiment: str, overrides: list[str], nodes: int, gpus_per_node: int) -> "Experiment":
     from megascale_jax.config.layout import MeshShape
 
     if Path(experiment).suffix in (".yaml", ".yml"):
         raise UsageError(f"{experiment} is a file of this machine; expected an experiment that the image has, by name")
-    mesh = MeshShape.of(load_experiment(experiment, overrides).parallel).size
+    resolved = load_experiment(experiment, overrides)
+    mesh = MeshShape.of(resolved.parallel).size
     devices = nodes * gpus_per_node if gpus_per_node else None
     if mesh % nodes or (devices is not None and mesh != devices):
         has = f"{nodes} nodes of {gpus_per_node} GPUs" if devices else f"{nodes} nodes"
         raise ConfigError(f"a mesh of {mesh} devices does not fit {has}; change --nodes, --gpus-per-node or parallel.*")
+    return resolved
 
 
 def _explain(plan: "Plan", output: Path | None, security: Path | None) -> None:

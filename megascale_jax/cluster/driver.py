@@ -336,7 +336,8 @@ class Driver:
 
     def _in_pairs(self, name: str) -> Node:
         node, hello = self.state.nodes[name], self._hellos.get(name)
-        return Node(address=node.address, ports=node.ports[-MOST_ROUNDS:], switch=hello.switch if hello is not None else None)
+        switch = (hello.switch if hello is not None else None) or self.backend.switch(node.machine)
+        return Node(address=node.address, ports=node.ports[-MOST_ROUNDS:], switch=switch)
 
     def _processes(self) -> list[ProcessReport]:
         beats = [self.beats.get(name or "") for name in self.state.seats]

@@ -16,6 +16,8 @@ Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 AtLeastOne = Annotated[int, Field(ge=1)]
 Mode = Literal["off", "observe", "act"]
+NodeLabel = Annotated[str, Field(pattern=r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$")]
+"""The key of a label, as Kubernetes allows it."""
 
 
 class _Section(BaseModel):
@@ -80,6 +82,24 @@ class SlurmConfig(_Section):
     max_requeues: Count = Field(default=3, description="times that the job may have been queued again, by Slurm's own doing too")
 
 
+class KubernetesConfig(_Section):
+    """What only ``--backend kubernetes`` reads."""
+
+    switch_labels: tuple[NodeLabel, ...] = Field(
+        default=(
+            "fabric.topograph.run/tier-0",
+            "network.topology.nvidia.com/leaf",
+            "topology.k8s.aws/network-node-layer-4",
+            "topology.k8s.aws/network-node-layer-3",
+            "cloud.google.com/gce-topology-subblock",
+            "cloud.provider.com/topology-rack",
+        ),
+        description="labels of the cluster's nodes that name the switch or rack of each, such as cloud.provider.com/topology-rack; the "
+        "first one that a node has counts, so the most specific comes first. A diagnosis pairs neighbours under one switch; []: whatever "
+        "they are under, and the driver needs no right to list nodes",
+    )
+
+
 class ClusterConfig(_Section):
     """The driver's settings."""
 
@@ -110,3 +130,4 @@ class ClusterConfig(_Section):
     floors: FloorsConfig = Field(default=FloorsConfig(), description="least limits of sections")
     rules: RulesConfig = Field(default=RulesConfig(), description="anomalies")
     slurm: SlurmConfig = Field(default=SlurmConfig(), description="nodes of a Slurm allocation")
+    kubernetes: KubernetesConfig = Field(default=KubernetesConfig(), description="nodes that are pods")

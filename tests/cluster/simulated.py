@@ -112,6 +112,9 @@ class World:
     def taken_back(self) -> dict[str, str]:
         return {}
 
+    def switch(self, machine: str) -> str | None:
+        return None
+
     def release(self, name: str) -> None:
         self.remove(name, "", "")
 

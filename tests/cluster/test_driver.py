@@ -279,11 +279,18 @@ def test_without_a_journal_nothing_is_decided_and_afterwards_all_goes_on(tmp_pat
     assert [line for line in world.lines if line.startswith("alarm")] == ["alarm: the disk is full"] * 2
 
 
-def test_neighbours_of_a_diagnosis_are_known_by_what_nodes_say_of_their_switch(world) -> None:
-    node = world.driver.state.nodes["node-1"]
-    values = {"node": "node-1", "incarnation": node.incarnation, "address": node.address, "ports": node.ports, "software": {"jax": "1"}}
-    world.driver.heard("node-1", Hello(**values, switch="leaf-2"))
-    assert (world.driver._in_pairs("node-1").switch, world.driver._in_pairs("node-0").switch) == ("leaf-2", None)
+@pytest.mark.parametrize("knows", [False, True])
+def test_neighbours_of_a_diagnosis_are_known_by_what_nodes_say_of_their_switch_or_the_backend_of_their_machine(
+    world, monkeypatch, knows
+) -> None:
+    if knows:
+        monkeypatch.setattr(world, "switch", lambda machine: f"under {machine}")
+    for name, more in (("node-1", {"switch": "leaf-2", "machine": "m1"}), ("node-2", {"machine": "m2"})):
+        node = world.driver.state.nodes[name]
+        values = {"node": name, "incarnation": f"{name} anew", "address": node.address, "ports": node.ports, "software": {"jax": "1"}}
+        world.driver.heard(name, Hello(**values, **more))
+    switches = tuple(world.driver._in_pairs(name).switch for name in ("node-1", "node-2"))
+    assert switches == ("leaf-2", "under m2" if knows else None)
 
 
 def test_nodes_go_on_hearing_what_was_decided_while_the_journal_cannot_be_written(world, monkeypatch) -> None:

@@ -46,6 +46,12 @@ class Backend(Protocol):
         """Removed nodes, with their machines, that somebody has put back into service without the driver; each until it is restored."""
         ...
 
+    def switch(self, machine: str) -> str | None:
+        """What names the switch that a machine is under, the same for all under it; ``None`` where only the node itself can tell, or
+        nobody. Never waits.
+        """
+        ...
+
     def release(self, name: str) -> None:
         """The job is over: end the executor if it is still there. Raises BackendError."""
         ...

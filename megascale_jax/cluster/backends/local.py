@@ -86,6 +86,9 @@ class LocalBackend:
         """Nobody can put a process back without the driver."""
         return {}
 
+    def switch(self, machine: str) -> None:
+        """All nodes are on one machine."""
+
     def release(self, name: str) -> None:
         """End the executor, as in `remove`."""
         if (child := self._children.get(name)) is not None:

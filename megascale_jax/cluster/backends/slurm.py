@@ -189,6 +189,9 @@ class SlurmBackend:
         """A node that others resume has to be taken back with `megascale job uncordon`."""
         return {}
 
+    def switch(self, machine: str) -> None:
+        """Nothing beyond what each node says of itself: Slurm tells it to the step (`switch_of`)."""
+
     def release(self, name: str) -> None:
         """End the step if it is still there. Waits for Slurm, some seconds in all, since the job is over."""
         if self._end_s is None:

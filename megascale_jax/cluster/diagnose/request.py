@@ -17,7 +17,7 @@ class Node(Wire):
 
     address: str = Field(max_length=255)
     ports: tuple[Port, ...] = Field(max_length=MOST_ROUNDS)
-    switch: str | None = Field(default=None, max_length=255)
+    switch: str | None = Field(default=None, max_length=512)
 
 
 class PairTask(Wire):

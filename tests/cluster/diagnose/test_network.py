@@ -98,6 +98,17 @@ def test_neighbours_are_under_the_same_switch_and_the_slow_meet_the_fastest():
     assert pairs(list("abcdef"), flat, [first]) == (("a", "e"), ("b", "f"))
 
 
+@given(st.lists(st.sampled_from([None, "s1", "s2", "s3"]), max_size=64))
+@settings(max_examples=200, deadline=None)
+def test_in_the_first_round_as_many_as_possible_meet_under_their_own_switch(of_nodes):
+    switches = dict(zip(names(len(of_nodes)), of_nodes, strict=True))
+    chosen = pairs(list(switches), Scale({node: switch for node, switch in switches.items() if switch is not None}), [])
+    alike = [switches[one] for one, other in chosen if switches[one] == switches[other]]
+    for switch in ("s1", "s2", "s3"):
+        assert alike.count(switch) == of_nodes.count(switch) // 2
+    assert len(chosen) == len(of_nodes) // 2
+
+
 def test_a_slow_way_between_two_good_nodes_blames_neither():
     rounds = [{("a", "b"): 2.0, ("c", "d"): 10.0}, {("a", "c"): 10.0, ("b", "d"): 10.0}]
     found = blame(list("abcd"), Scale({}), rounds)

@@ -20,7 +20,7 @@ from kubernetes import client
 
 from megascale_jax.cluster.backends.kubernetes.client import Cluster, api_client
 from megascale_jax.cluster.backends.kubernetes.manifests import render
-from megascale_jax.cluster.backends.kubernetes.names import INDEX_ANNOTATION
+from megascale_jax.cluster.backends.kubernetes.names import HOST_LABEL, INDEX_ANNOTATION
 from megascale_jax.cluster.backends.kubernetes.plan import Plan
 from megascale_jax.cluster.backends.kubernetes.pods import pod_labels
 from tests.cluster.kubernetes.schemas import problems
@@ -29,7 +29,7 @@ TOKEN = "a-service-account"
 LIMIT_S = 1.0
 """Of a request, so that one that hangs ends soon."""
 PAGE = 3
-"""Pods in one answer, fewer than there are."""
+"""Pods or machines in one answer, fewer than there are."""
 Object = dict[str, Any]
 
 _CONTENT_TYPES = {
@@ -90,7 +90,14 @@ class FakeKubernetes:
 
     def add_machine(self, name: str) -> None:
         status = {"conditions": [{"type": "MemoryPressure", "status": "False"}, {"type": "Ready", "status": "True"}]}
-        self.nodes[name] = {"metadata": {"name": name, "resourceVersion": self._next()}, "spec": {}, "status": status}
+        metadata = {"name": name, "resourceVersion": self._next(), "labels": {HOST_LABEL: name}}
+        self.nodes[name] = {"metadata": metadata, "spec": {}, "status": status}
+
+    def set_labels(self, name: str, labels: Mapping[str, str]) -> None:
+        """Those of a machine beside its host's."""
+        with self.lock:
+            self.nodes[name]["metadata"]["labels"] = {HOST_LABEL: name, **labels}
+            self.nodes[name]["metadata"]["resourceVersion"] = self._next()
 
     def set_ready(self, name: str, is_ready: bool) -> None:
         with self.lock:
@@ -172,6 +179,8 @@ class FakeKubernetes:
         self.asked.append((verb, resource))
         body = self._body(method, headers, content)
         with self.lock:
+            if (verb, resource) == ("list", "nodes"):
+                return self._list_nodes(parse_qs(url.query), headers.get("Accept", ""))
             if resource == "nodes":
                 return self._patch(name, body) if verb == "patch" else self._found(self.nodes, name)
             if verb == "list":
@@ -197,11 +206,20 @@ class FakeKubernetes:
             return {"kind": "PodList", "metadata": {}, "items": [{"metadata": {}, "spec": {}, "status": status}]}
         if wanted != pod_labels(self.plan, "executor"):
             self.violations.append(f"pods selected by {wanted}")
+        return self._page("PodList", list(self.pods.values()), query)
+
+    def _list_nodes(self, query: Mapping[str, list[str]], accept: str) -> Object:
+        """Metadata alone for who asks for that: status and images of all machines are too much to ask for."""
+        if "as=PartialObjectMetadataList;g=meta.k8s.io;v=v1" not in accept:
+            self.violations.append(f"machines listed as {accept}")
+        return self._page("PartialObjectMetadataList", [{"metadata": node["metadata"]} for node in self.nodes.values()], query)
+
+    def _page(self, kind: str, items: list[Object], query: Mapping[str, list[str]]) -> Object:
         first, limit = int(query.get("continue", ["0"])[0]), int(query["limit"][0])
         metadata = {"resourceVersion": self._next()}
-        if first + limit < len(self.pods):
+        if first + limit < len(items):
             metadata["continue"] = str(first + limit)
-        return {"kind": "PodList", "metadata": metadata, "items": list(self.pods.values())[first : first + limit]}
+        return {"kind": kind, "metadata": metadata, "items": items[first : first + limit]}
 
     def _patch(self, name: str, body: Object) -> Object:
         node = self._found(self.nodes, name)

@@ -16,11 +16,13 @@ from megascale_jax.cluster.backends.kubernetes.backend import EVICT_S, LOOK_S, S
 from megascale_jax.cluster.backends.kubernetes.engine import KubernetesEngine
 from megascale_jax.cluster.backends.kubernetes.names import CORDONED_BY, REASON
 from megascale_jax.cluster.backends.kubernetes.plan import Plan
+from megascale_jax.config.cluster import KubernetesConfig
 from megascale_jax.errors import BackendError
 from tests.cluster.kubernetes.fake_kubernetes import FakeKubernetes
 
 PLAN = Plan(name="run", namespace="team", image="image", experiment="x", nodes=3, spares=1, gpus_per_node=8, run_volume="work")
 JOB = "team/run"
+LABELS = ("leaf", "example.com/rack")
 
 
 @dataclass
@@ -58,7 +60,7 @@ def bench(caplog) -> Iterator[Bench]:
     caplog.set_level(logging.ERROR)
     fake, clock = FakeKubernetes(PLAN, machines=6), Clock()
     with fake.serving() as cluster:
-        yield Bench(fake, KubernetesBackend(cluster, clock=clock), clock)
+        yield Bench(fake, KubernetesBackend(cluster, LABELS, clock=clock), clock)
     assert not fake.violations
 
 
@@ -326,8 +328,8 @@ def test_a_node_without_a_known_machine_is_refused(bench) -> None:
 
 def test_a_driver_outside_of_its_pod_says_where_it_belongs(tmp_path) -> None:
     with pytest.raises(BackendError, match="megascale launch render"):
-        KubernetesEngine(3, {})
-    engine = KubernetesEngine(3, {"MEGASCALE_JOBSET": "run", "MEGASCALE_LAUNCH": "uid"})
+        KubernetesEngine(3, KubernetesConfig(), {})
+    engine = KubernetesEngine(3, KubernetesConfig(), {"MEGASCALE_JOBSET": "run", "MEGASCALE_LAUNCH": "uid"})
     assert (engine.names, engine.launch) == (("node-0", "node-1", "node-2"), "uid")
     with pytest.raises(BackendError, match="no service account"):
         engine.backend(Start(("driver", 7070), tmp_path, tmp_path, ()))
@@ -370,7 +372,7 @@ def test_whatever_happens_only_what_was_asked_for_is_touched(steps: list[tuple[A
     story = Story(min_available)
     logging.disable(logging.WARNING)
     with story.fake.serving() as cluster:
-        story.bench = Bench(story.fake, KubernetesBackend(cluster, clock=story.clock), story.clock)
+        story.bench = Bench(story.fake, KubernetesBackend(cluster, LABELS, clock=story.clock), story.clock)
         try:
             for step in steps:
                 story.play(step)
@@ -436,7 +438,7 @@ class Story:
                 self.touched.add(machine)
                 fake.set_cordon(machine, False)
             case ("restart",):
-                self.bench.backend = KubernetesBackend(backend._cluster, clock=self.clock)
+                self.bench.backend = KubernetesBackend(backend._cluster, LABELS, clock=self.clock)
                 self.was_there.clear()
                 for node, machine in self.wanted.items():
                     self.bench.backend.remove(node, machine, "bad")

@@ -1,6 +1,7 @@
 """Every manifest is valid for an API server, and says what it should, for whatever options."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -39,6 +40,7 @@ PLANS = st.builds(
     resources=st.sampled_from([(), (("rdma/hca", "8"), ("memory", "1.5Ti")), (("cpu", "500m"), ("hugepages-2Mi", "8Gi"))]),
     queue=st.sampled_from([None, "gpus"]),
     topology=st.sampled_from([None, "cloud.provider.com/topology-rack"]),
+    lists_machines=st.booleans(),
     retention_s=st.integers(0, 10**6),
     egress=st.sampled_from([(), ("10.0.0.0/8", "fd00::/8")]),
     api_server=st.sampled_from([(), ("10.96.0.1/32",), ("10.96.0.1/32:443", "fd00::1/128:6443")]),
@@ -92,11 +94,13 @@ def test_no_container_may_do_more_than_it_needs(plan) -> None:
         assert container["command"][0] == "megascale", "no shell"
 
 
-def test_the_rights_are_the_least() -> None:
-    objects = render(PLAN)
+@pytest.mark.parametrize("lists_machines", [True, False])
+def test_the_rights_are_the_least(lists_machines) -> None:
+    objects = render(replace(PLAN, lists_machines=lists_machines))
     rules = find(objects, "Role", "run-driver")["rules"] + find(objects, "ClusterRole", "megascale:team:run:driver")["rules"]
     allowed = {(resource, verb) for rule in rules for resource in rule["resources"] for verb in rule["verbs"]}
-    assert allowed == {("pods", "list"), ("pods", "delete"), ("pods/eviction", "create"), ("nodes", "get"), ("nodes", "patch")}
+    wanted = {("pods", "list"), ("pods", "delete"), ("pods/eviction", "create"), ("nodes", "get"), ("nodes", "patch")}
+    assert allowed == wanted | ({("nodes", "list")} if lists_machines else set())
     for kind in ("RoleBinding", "ClusterRoleBinding"):
         (binding,) = [one for one in objects if one["kind"] == kind]
         assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "run-driver", "namespace": "team"}]
@@ -238,6 +242,14 @@ def test_render_prints_what_can_be_applied_and_no_secret() -> None:
     assert not any(problems(one) for one in made)
     assert "Secret" not in {one["kind"] for one in made}
     assert "--security" in done.stderr
+
+
+@pytest.mark.parametrize(("override", "lists"), [((), True), (("cluster.kubernetes.switch_labels=[]",), False)])
+def test_the_driver_may_list_machines_only_to_read_their_labels(override, lists) -> None:
+    done = CliRunner().invoke(app, [*RENDER, *override])
+    assert done.exit_code == 0, done.output
+    (rule,) = find(list(yaml.safe_load_all(done.stdout)), "ClusterRole", "megascale:default:quickstart:driver")["rules"]
+    assert ("list" in rule["verbs"]) == lists
 
 
 def test_render_writes_secrets_for_their_owner_only(tmp_path) -> None:

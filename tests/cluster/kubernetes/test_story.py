@@ -10,7 +10,7 @@ from megascale_jax.cluster.backends.kubernetes.names import CORDONED_BY
 from megascale_jax.cluster.backends.kubernetes.plan import Plan
 from megascale_jax.cluster.diagnose.checks import Outcome
 from megascale_jax.cluster.lifecycle import NodeStatus, Phase
-from megascale_jax.cluster.messages import Hello
+from megascale_jax.cluster.messages import Desired, Hello
 from megascale_jax.cluster.state import Ordered
 from megascale_jax.cluster.status import status_of
 from tests.cluster.kubernetes.fake_kubernetes import FakeKubernetes
@@ -19,6 +19,7 @@ from tests.cluster.test_driver import CONFIG
 
 PLAN = Plan(name="run", namespace="team", image="image", experiment="x", nodes=4, spares=2, gpus_per_node=8, run_volume="work")
 START_S, RESTART_S = 2.0, 4.0
+LABEL = "leaf"
 
 
 class PodWorld(World):
@@ -29,12 +30,12 @@ class PodWorld(World):
 
     def begin(self, fake: FakeKubernetes, cluster: Cluster) -> None:
         self.fake, self.cluster = fake, cluster
-        self.backend = KubernetesBackend(cluster, clock=lambda: self.now)
+        self.backend = KubernetesBackend(cluster, (LABEL,), clock=lambda: self.now)
         self._looked_at, self._uids, self._since = 0.0, {}, {}
 
     def kill_driver(self) -> None:
         """With all that its backend remembered."""
-        self.backend = KubernetesBackend(self.cluster, clock=lambda: self.now)
+        self.backend = KubernetesBackend(self.cluster, (LABEL,), clock=lambda: self.now)
         super().kill_driver()
 
     def ensure(self, name: str) -> None:
@@ -51,6 +52,9 @@ class PodWorld(World):
 
     def taken_back(self) -> dict[str, str]:
         return dict(self.backend.taken_back())
+
+    def switch(self, machine: str) -> str | None:
+        return self.backend.switch(machine)
 
     def facts(self) -> dict[str, str]:
         return dict(self.backend.facts())
@@ -188,8 +192,34 @@ def test_a_repaired_machine_is_taken_back_once_somebody_uncordons_it(world, is_r
     assert [one.body["spec"] for one in world.fake.done if one.verb == "patch" and "spec" in one.body] == [{"unschedulable": True}]
 
 
+@pytest.mark.parametrize("may_list", [True, False])
+def test_neighbours_meet_under_one_switch_if_it_is_known_and_the_run_goes_on_anyway(world, may_list) -> None:
+    for number in range(8):
+        world.fake.set_labels(f"machine-{number}", {LABEL: f"s{number % 2}"})
+    if not may_list:
+        world.fake.rules.discard(("list", "nodes", None))
+    world.kill_driver()  # the next one reads the labels anew
+    world.run(2 * LOOK_S)
+    met, tell = [], world.driver._outbox
+
+    def watch(name: str, wanted: Desired) -> None:
+        if wanted.diagnosis is not None and wanted.diagnosis.pair is not None and wanted.diagnosis.pair.round == 1:
+            met.append({name, wanted.diagnosis.pair.peer})
+        tell(name, wanted)
+
+    world.driver._outbox = watch
+    world.corrupt("node-0", "node-1", is_certain=False)
+    world.until_step(50)
+    pairs = {tuple(sorted(world.fake.machine_of(name)[-1] for name in pair)) for pair in met}
+    assert pairs == ({("0", "2"), ("1", "3"), ("4", "5")} if may_list else {("0", "1"), ("2", "3"), ("4", "5")})
+    assert world.driver.state.phase == Phase.RUNNING
+    assert ("403" in status_of(world.driver)["where"]["switches"]) == (not may_list)
+    world.fake.violations.clear()
+
+
 def test_status_tells_how_the_pods_are(world) -> None:
     where = status_of(world.driver)["where"]
     assert where["jobset"] == "team/run"
     assert where["pods"].startswith("6 running")
     assert where["driver restarts"] == "3 of at most 200"
+    assert where["switches"] == "0, known of 0 of 6 machines"

@@ -12,11 +12,12 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megascale_jax.cluster.backends.kubernetes.client import Cluster, Machine, Pod, RequestError
 from megascale_jax.cluster.backends.kubernetes.names import DRIVER_RESTARTS, node_name
+from megascale_jax.cluster.backends.kubernetes.switches import Switches
 from megascale_jax.errors import BackendError
 
 LOOK_S = 3.0
@@ -59,10 +60,13 @@ class _Missed:
 
 
 class KubernetesBackend:
-    """Executors that are pods of a JobSet. `start` begins to look; without it, `look` is called from outside."""
+    """Executors that are pods of a JobSet. `start` begins to look; without it, `look` is called from outside. ``switch_labels``: of
+    machines, as `KubernetesConfig` has them.
+    """
 
-    def __init__(self, cluster: Cluster, *, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, cluster: Cluster, switch_labels: Sequence[str] = (), *, clock: Callable[[], float] = time.monotonic):
         self._cluster, self._clock = cluster, clock
+        self._switches = Switches(cluster, switch_labels, clock)
         self._lock = threading.Lock()
         self._news, self._is_ended = threading.Event(), False
         self._thread = threading.Thread(target=self._work, name="kubernetes", daemon=True)
@@ -131,6 +135,10 @@ class KubernetesBackend:
         self._note(name, task)
         raise BackendError(f"machine {machine} is not back in service yet")
 
+    def switch(self, machine: str) -> str | None:
+        """By the machine's labels, as they were read last."""
+        return self._switches.of(machine)
+
     def release(self, name: str) -> None:
         """Nothing to do: the JobSet ends with its driver."""
 
@@ -146,7 +154,8 @@ class KubernetesBackend:
             age = "never seen" if self._looked_s is None else f"{self._clock() - self._looked_s:.0f} s ago"
             pods = ", ".join(f"{number} {phase}" for phase, number in sorted(phases.items())) or "none"
             restarts = "unknown" if self._driver_restarts is None else f"{self._driver_restarts} of at most {DRIVER_RESTARTS}"
-            return {"jobset": self._cluster.job, "pods": f"{pods} ({age})", "driver restarts": restarts, **self._troubles}
+            facts = {"jobset": self._cluster.job, "pods": f"{pods} ({age})", "driver restarts": restarts}
+            return facts | self._switches.facts(self._machines()) | self._troubles
 
     @property
     def is_busy(self) -> bool:
@@ -174,11 +183,17 @@ class KubernetesBackend:
                 self._attempt(name, lambda name=name: self._free(name, machines))
         if self._driver_restarts is None:  # it does not change while this driver lives
             self._attempt("driver restarts", self._count_restarts)
+        in_use = self._machines()
+        if self._switches.are_due(in_use):
+            self._attempt("switches", lambda: self._switches.read(in_use))
 
     def _list(self) -> None:
         pods = self._cluster.pods()
         with self._lock:
             self._see(pods)
+
+    def _machines(self) -> set[str]:
+        return {pod.machine for pods in self._pods.values() for pod in pods if pod.machine and not pod.is_over}
 
     def _count_restarts(self) -> None:
         self._driver_restarts = self._cluster.driver_restarts()

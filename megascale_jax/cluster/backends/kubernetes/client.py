@@ -5,7 +5,7 @@ and none is repeated in here: whoever calls looks at the world again first.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,16 @@ _LIMIT_S = (3.0, 10.0)
 """To connect, and of silence."""
 _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _PAGE = 200
-"""Pods in one answer: some 20 ms of reading JSON, during which no other thread runs."""
+"""Pods, or machines, in one answer: some 20 ms of reading JSON, during which no other thread runs."""
 _LONGEST_REASON = 1000
 _NO_NOTES = {CORDONED_BY: None, REASON: None}
 _SOON_S = 1.0
 """When to ask a server again that is asked too much, and does not say when."""
 _JSON = {"Content-Type": "application/json"}
 """The client names no type by itself for the bodies of POST."""
+_WHOLE = "application/json"
+_METADATA = f"{_WHOLE};as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
+"""A machine's labels without its status, which is most of it: images, conditions, volumes."""
 
 
 class RequestError(BackendError):
@@ -105,20 +108,31 @@ class Cluster:
 
     def pods(self) -> list[Pod]:
         """All executors' pods there are, as they were at one time. Status 410: that time is too long ago to read on."""
-        return [_pod(item) for item in self._list(EXECUTOR)]
+        return [_pod(item) for item in self._pods(EXECUTOR)]
 
     def driver_restarts(self) -> int:
         """How often the driver was started again, as the Job controller counts it: in its pods that are there, and those that failed."""
-        statuses = [item.get("status", {}) for item in self._list(DRIVER)]
+        statuses = [item.get("status", {}) for item in self._pods(DRIVER)]
         failed = sum(status.get("phase") == "Failed" for status in statuses)
         return failed + sum(one.get("restartCount", 0) for status in statuses for one in status.get("containerStatuses", ()))
 
-    def _list(self, role: str) -> list[dict[str, Any]]:
+    def labels(self, names: Sequence[str]) -> dict[str, dict[str, str]]:
+        """By machine, for all that the cluster has at one time: those of these labels that it has. Status 410: as for `pods`."""
+        found = {}
+        for item in self._list("list machines", self._core.list_node, accept=_METADATA):
+            labels = item["metadata"].get("labels", {})
+            found[item["metadata"]["name"]] = {name: labels[name] for name in names if name in labels}
+        return found
+
+    def _pods(self, role: str) -> list[dict[str, Any]]:
+        selector = self._selectors[role]
+        return self._list("list pods", self._core.list_namespaced_pod, self._namespace, accept=_WHOLE, label_selector=selector)
+
+    def _list(self, what: str, method: Callable[..., Any], *arguments: Any, accept: str, **options: Any) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         rest: dict[str, Any] = {}
         while True:
-            options = {"label_selector": self._selectors[role], "limit": self._page, **rest}
-            answer = self._ask("list pods", self._core.list_namespaced_pod, self._namespace, **options)
+            answer = self._ask(what, method, *arguments, limit=self._page, _headers={"Accept": accept}, **options, **rest)
             found += answer["items"]
             if not (token := answer["metadata"].get("continue")):
                 return found

@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from megascale_jax.cluster.backends.base import Start
 from megascale_jax.cluster.backends.kubernetes.backend import KubernetesBackend
 from megascale_jax.cluster.backends.kubernetes.names import JOBSET_VARIABLE, LAUNCH_VARIABLE, node_name
+from megascale_jax.config.cluster import KubernetesConfig
 from megascale_jax.errors import BackendError
 
 
 class KubernetesEngine:
     """So many executors of the JobSet that this pod is part of."""
 
-    def __init__(self, number: int, environment: Mapping[str, str] = os.environ):
+    def __init__(self, number: int, config: KubernetesConfig, environment: Mapping[str, str] = os.environ):
+        self._config = config
         self.names = tuple(node_name(index) for index in range(number))
         self.host = socket.gethostname()  # resolves to the pod's address, by its /etc/hosts
         self.launch = environment.get(LAUNCH_VARIABLE, "")
@@ -35,6 +37,6 @@ class KubernetesEngine:
             from megascale_jax.cluster.backends.kubernetes.client import Cluster
         except ImportError as error:
             raise BackendError(f"{error}; install megascale_jax[kubernetes]") from error
-        backend = KubernetesBackend(Cluster.of_this_pod(self._jobset))
+        backend = KubernetesBackend(Cluster.of_this_pod(self._jobset), self._config.switch_labels)
         backend.start()
         return backend

@@ -55,7 +55,8 @@ def _rights(plan: Plan) -> list[Object]:
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "delete"]},
         {"apiGroups": [""], "resources": ["pods/eviction"], "verbs": ["create"]},
     ]
-    machines = [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "patch"]}]
+    verbs = ["get", *(["list"] if plan.lists_machines else []), "patch"]
+    machines = [{"apiGroups": [""], "resources": ["nodes"], "verbs": verbs}]
     made = [
         _named(plan, f"{_RBAC}/v1", "Role", name) | {"rules": pods},
         _binding(plan, "Role", name, account),

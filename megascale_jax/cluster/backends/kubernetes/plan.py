@@ -37,6 +37,8 @@ class Plan:
     queue: str | None = None
     topology: str | None = None
     """Label of machines that executors should have in common, such as a rack's."""
+    lists_machines: bool = True
+    """The driver may list all machines, to know by their labels which are under one switch."""
     port: int = 7070
     user: int = 1000
     retention_s: int = 7 * 86400
