@@ -94,7 +94,7 @@ class KubernetesConfig(_Section):
             "cloud.google.com/gce-topology-subblock",
             "cloud.provider.com/topology-rack",
         ),
-        description="labels of the cluster's nodes that name the switch or rack of each, such as cloud.provider.com/topology-rack; the "
+        description="labels (PREFIX/NAME) of the cluster's nodes that say under which switch or in which rack each is; the "
         "first one that a node has counts, so the most specific comes first. A diagnosis pairs neighbours under one switch; []: whatever "
         "they are under, and the driver needs no right to list nodes",
     )

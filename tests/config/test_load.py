@@ -105,11 +105,13 @@ def test_own_tree_of_a_yaml_path_wins_when_it_has_the_name(tree):
 
 def test_values_are_read_as_yaml():
     overrides = ["train.optimizer.learning_rate=3e-4", "model.window=[64,full]", "train.evaluation.every=null", "model.norm_epsilon=1"]
+    overrides += ["cluster.kubernetes.switch_labels=[example.com/rack,leaf]"]
     loaded = load_experiment("quickstart", overrides)
     assert loaded.train.optimizer.learning_rate == 3e-4
     assert loaded.model.window == (64, "full")
     assert loaded.train.evaluation.every is None
     assert isinstance(loaded.model.norm_epsilon, float)
+    assert loaded.cluster.kubernetes.switch_labels == ("example.com/rack", "leaf")
 
 
 def test_resolved_yaml_reads_back_unchanged(tmp_path):
@@ -191,6 +193,9 @@ def test_any_override_gives_an_experiment_or_a_config_error(text):
         ("train.data=3", "train.data: got 3, expected a mapping"),
         ("train.evaluation.every=0", "train.evaluation.every: got 0, expected an integer >= 1 or null"),
         ("train.data.shuffle=maybe", "train.data.shuffle: got 'maybe', expected true or false"),
+        ("cluster.kubernetes.switch_labels=[a rack]", "switch_labels: got ['a rack'], expected a list of (a string) (labels (PREFIX/NAME)"),
+        ("cluster.kubernetes.switch_labels=[a/b/c]", "switch_labels: got ['a/b/c']"),
+        ("cluster.kubernetes.switch_labels=rack", "switch_labels: got 'rack', expected a list"),
     ],
 )
 def test_refusal_teaches_when_an_override_is_wrong(override, message):
