@@ -103,8 +103,11 @@ class StepStamps:
         if of == "weight":
             number = schedule.weight_unit(tick)
             return (-1, -1) if number is None else (schedule.decode(number)[0], last - schedule.decode(number)[1])
-        micro_batch = {"H": schedule.at_head, "E": schedule.entering, "D": schedule.leaving}[name[0]](tick)
-        return (-1, -1) if micro_batch is None else (micro_batch, last if name[0] == "H" else 0)
+        if of == "head":
+            micro_batch, chunk = schedule.at_head(tick), last
+        else:
+            micro_batch, chunk = (schedule.leaving if name[0] == "D" else schedule.entering)(tick), 0
+        return (-1, -1) if micro_batch is None else (micro_batch, chunk)
 
 
 _LATE = "LT"
