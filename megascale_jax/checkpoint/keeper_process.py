@@ -4,25 +4,17 @@ python -m megascale_jax.checkpoint.keeper_process FOLDER        # what a rank st
 """
 
 import argparse
-import contextlib
 import os
 import signal
 import sys
 from pathlib import Path
 
-import psutil
 from filelock import Timeout
 
 from megascale_jax.checkpoint.keeper import IDLE_S, Keeper
 from megascale_jax.errors import UsageError
 from megascale_jax.observe.output import outlive_full_disks
-
-
-def lowest_priority() -> None:
-    """Give way to everything else on this host, on the CPU and, where the kernel lets us, on the disk."""
-    os.nice(19)
-    with contextlib.suppress(OSError):
-        psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
+from megascale_jax.observe.priority import lowest_priority
 
 
 def serve(folder: Path, idle_s: float) -> None:

@@ -15,11 +15,11 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from megascale_jax.observe.events import NUMBERS, Block
 
@@ -46,6 +46,12 @@ SCHEMA = pa.schema(
 _OPTIONS = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=True, use_threads=False, compression=pa.Codec("zstd", 1))
 
 
+_Number = Annotated[int, Field(ge=0, lt=1 << 31)]
+_Nanoseconds = Annotated[int, Field(gt=-(1 << 62), lt=1 << 62)]
+"""Two of them may be subtracted."""
+Anchor: TypeAdapter[tuple[int, int]] = TypeAdapter(tuple[_Nanoseconds, _Nanoseconds])
+
+
 class Facts(BaseModel):
     """What a segment says of its process. ``rank``: of a keeper, the lowest rank that it serves; of a driver 0."""
 
@@ -53,19 +59,19 @@ class Facts(BaseModel):
 
     format: Literal[1] = FORMAT
     role: str
-    rank: int
-    attempt: int = 0
+    rank: _Number
+    attempt: _Number = 0
     run: str = ""
-    pid: int
+    pid: _Number
     host: str
     boot_id: str
     """Of the kernel: processes with the same one share CLOCK_MONOTONIC."""
-    mesh: tuple[int, int, int] | None = None
+    mesh: tuple[_Number, _Number, _Number] | None = None
     """Sizes of pipe, data, tensor, once they are known."""
-    devices: tuple[int, ...] = ()
+    devices: tuple[_Number, ...] = ()
     """Indices in the mesh, pipe-major, of the devices that the process owns."""
-    segment: int
-    anchors: tuple[tuple[int, int], ...]
+    segment: _Number
+    anchors: tuple[tuple[_Nanoseconds, _Nanoseconds], ...]
     """Pairs of CLOCK_MONOTONIC and nanoseconds since 1970, each read at one moment."""
 
 

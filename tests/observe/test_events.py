@@ -28,9 +28,8 @@ def segments(folder):
 def batches(path):
     """Whole batches of a file up to where it is cut."""
     found = []
-    with pa.ipc.open_stream(pa.BufferReader(path.read_bytes())) as reader:
-        with suppress(OSError, pa.ArrowInvalid):
-            found.extend(reader)
+    with pa.ipc.open_stream(pa.BufferReader(path.read_bytes())) as reader, suppress(OSError, pa.ArrowInvalid):
+        found.extend(reader)
     return found
 
 

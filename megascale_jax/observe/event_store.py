@@ -1,0 +1,137 @@
+"""All events of a run as one SQL view ``events``, over its Parquet files and the segments that are still written. No JAX.
+
+Columns: `event_files.STORED`. Queries run in DuckDB in memory: they can read these events and nothing else, no file, no network, and
+change nothing on disk, wherever the query came from.
+"""
+
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import duckdb
+import pyarrow as pa
+import pyarrow.dataset as ds
+
+from megascale_jax.errors import RunFolderError, UsageError
+from megascale_jax.observe.event_files import STORED, Summary, found, is_over, process_of, read_parquet_facts, read_stream
+from megascale_jax.observe.event_segments import Facts
+from megascale_jax.observe.events import EVENTS_FOLDER
+
+VIEW = "events"
+_TRIES, _PAUSE_S = 3, 0.1
+_SETTINGS = {
+    "enable_external_access": "false",
+    "python_enable_replacements": "false",
+    "autoinstall_known_extensions": "false",
+    "autoload_known_extensions": "false",
+    "allow_community_extensions": "false",
+}
+
+
+@dataclass(frozen=True)
+class FileReport:
+    """One file. ``facts`` is ``None`` when it is none of ours; ``is_open``: a process still writes to it."""
+
+    path: Path
+    facts: Facts | None
+    summary: Summary
+    num_bytes: int
+    is_open: bool
+
+    @property
+    def process(self) -> str:
+        """Name of the process's files, without segment."""
+        return process_of(self.path)
+
+
+@dataclass(frozen=True)
+class EventStore:
+    """Events of a run as they were when it was opened; a context manager."""
+
+    connection: duckdb.DuckDBPyConnection
+    files: tuple[FileReport, ...]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is wrong with files, one line each."""
+        return tuple(f"{file.path.name}: {file.summary.note}" for file in self.files if file.summary.note)
+
+    def sql(self, query: str) -> pa.Table:
+        """The result of a query over the view `VIEW`; no rows of a statement that has none. Raises UsageError for a wrong or a forbidden one."""
+        try:
+            result = self.connection.sql(query)
+            return pa.table({}) if result is None else result.to_arrow_table()
+        except (duckdb.Error, pa.ArrowException) as error:
+            raise UsageError(f"{error}; the view {VIEW} has the columns {', '.join(STORED.names)}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.connection.close()
+
+
+def read_events(run: Path, *, ranks: Collection[int] | None = None, steps: range | None = None) -> EventStore:
+    """Open a run's events, of some ranks and steps only if given: what is not yet Parquet is held in memory.
+
+    ``steps`` leaves out what belongs to no step. Raises RunFolderError when the run has no events.
+    """
+    if not (run / EVENTS_FOLDER).is_dir():
+        raise RunFolderError(
+            f"{run} has no folder {EVENTS_FOLDER}; expected the folder of a run with train.events.enabled, such as runs/quickstart"
+        )
+    for _ in range(_TRIES - 1):
+        with suppress(FileNotFoundError):  # it became Parquet, or retention took it, between two looks
+            return _read(run, ranks, steps)
+        time.sleep(_PAUSE_S)
+    return _read(run, ranks, steps)
+
+
+def _read(run: Path, ranks: Collection[int] | None, steps: range | None) -> EventStore:
+    reports, tables, stored = _opened(run, ranks, steps)
+    return EventStore(_connected(tables, stored, steps), tuple(reports))
+
+
+def _opened(run: Path, ranks: Collection[int] | None, steps: range | None) -> tuple[list[FileReport], list[pa.Table], list[Path]]:
+    segments, stored = found(run)
+    reports: list[FileReport] = []
+    tables: list[pa.Table] = []
+    usable: list[Path] = []
+
+    def is_wanted(facts: Facts | None) -> bool:
+        return facts is None or ranks is None or facts.rank in ranks
+
+    for path in segments:
+        is_open = not is_over(path)
+        stream = read_stream(path, steps)
+        if is_wanted(stream.facts):
+            # what is behind the last whole batch of a living process is the next one, half written
+            summary = stream.summary if not is_open else stream.summary.model_copy(update={"note": ""})
+            reports.append(FileReport(path, stream.facts, summary, stream.num_bytes, is_open))
+            tables.append(stream.table)
+    for path in stored:
+        size, known = path.stat().st_size, read_parquet_facts(path)
+        if isinstance(known, str):
+            reports.append(FileReport(path, None, Summary(note=known), size, is_open=False))
+        elif is_wanted(known[0]):
+            reports.append(FileReport(path, *known, size, is_open=False))
+            usable.append(path)
+    return reports, tables, usable
+
+
+def _connected(tables: list[pa.Table], stored: list[Path], steps: range | None) -> duckdb.DuckDBPyConnection:
+    connection = duckdb.connect(":memory:", config=dict(_SETTINGS))
+    sources: dict[str, pa.Table | ds.Dataset] = {"growing": pa.concat_tables([STORED.empty_table(), *tables])}
+    if stored:
+        sources["stored"] = ds.dataset([str(path) for path in stored], schema=STORED, format="parquet")
+    names = ", ".join(f'"{name}"' for name in STORED.names)
+    where = "" if steps is None else f" where step >= {int(steps.start)} and step < {int(steps.stop)}"
+    for name, source in sources.items():
+        connection.register(name, source)
+    connection.execute(f"create view {VIEW} as {' union all '.join(f'select {names} from {name}{where}' for name in sources)}")
+    connection.execute("set lock_configuration = true")
+    return connection
