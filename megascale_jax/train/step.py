@@ -82,9 +82,7 @@ def make_steps(experiment: Experiment, plan: Plan) -> Steps:
         params: Any = optax.apply_updates(state.params, updates)
         applied = TrainState(state.step, params, optimizer_state, jax.random.key_data(next_rng))
         kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), applied, state)
-        if plan.executor.clock is not None:
-            kept = stamps.tie(kept)
-            stamps.take(kept.params)
+        stamps.take(kept.params)
         metrics = {
             "loss": loss,
             "grad_norm": norm,

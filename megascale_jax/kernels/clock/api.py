@@ -46,10 +46,11 @@ class Stamps:
         self._taken: list[jax.Array] = []
 
     def take(self, after: Any) -> None:
-        """A stamp once ``after`` is there: an array, or the first one of a tree."""
+        """A stamp once all of ``after`` is there, a tree of arrays. What reads them does not wait for it."""
         if self.clock is not None:
             assert self.last is not None, "there is a clock"
-            self.last = self.clock.stamp(jax.tree.leaves(after)[0], self.last)
+            for array in jax.tree.leaves(after):
+                self.last = self.clock.stamp(array, self.last)
             self._taken.append(self.last)
 
     def tie(self, values: Any) -> Any:
@@ -60,10 +61,10 @@ class Stamps:
         return values
 
     def mark(self, values: Any) -> Any:
-        """A stamp once the first of ``values`` is there, and ``values`` behind it."""
+        """A stamp once the first array of ``values`` is there, and ``values`` behind it."""
         if self.clock is None:
             return values
-        self.take(values)
+        self.take(jax.tree.leaves(values)[0])
         return self.tie(values)
 
     def append(self, stamps: jax.Array, last: jax.Array) -> None:

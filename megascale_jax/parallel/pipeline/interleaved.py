@@ -170,7 +170,9 @@ class Pipeline:
                 stamps.append(stamped, both[0]["clock"])
         carry, state = both
         with jax.named_scope("drain"):
-            matrices = self.zero.logical(stamps.mark(windows.finish(state)))
+            left = windows.finish(state)
+            stamps.take(left)  # no barrier: they are put in place
+            matrices = self.zero.logical(left)
             gradients = self.zero.scatter_small(self._without_pads(carry["held"]["gradients"]))
         return carry["held"]["loss"], gradients | matrices
 
