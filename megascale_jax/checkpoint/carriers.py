@@ -7,10 +7,11 @@
 
 Storage is slow, so a state does not wait for the one before it to be written until it is verified and on two hosts; and one
 whose next host is gone does not wait for that to be written. A slot is busy until both are done with it. Each line keeps the order
-in which slots were filled.
+in which slots were filled. What each thread does when is an event of the run (`observe/events.py`), lane ``keeper``.
 """
 
 import contextlib
+import json
 import logging
 import os
 import queue
@@ -18,6 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from megascale_jax.checkpoint.holdings import Job, Work
@@ -27,6 +29,7 @@ from megascale_jax.checkpoint.publications import Publications
 from megascale_jax.checkpoint.slot import checksums
 from megascale_jax.checkpoint.stage_two import discard, is_published, tell_failure, tidy, write_part
 from megascale_jax.checkpoint.upload import upload_waiting
+from megascale_jax.observe.events import Events
 
 COPYING, WRITING, PUBLICATION, UPLOAD = "copying", "writing", "publication", "upload"
 _READERS = (COPYING, WRITING)
@@ -50,6 +53,9 @@ class Carriers:
     """Host, port and secret of the keeper that gets our copies."""
 
     def __post_init__(self) -> None:
+        self.events = Events(None)
+        """In the folder that the newest job names."""
+        self._events_folder: str | None = None
         self._launch = ""
         self._given_up: deque[tuple[int, str]] = deque(maxlen=_GIVEN_UP)
         self._untold: list[tuple[Job, str]] = []
@@ -79,11 +85,19 @@ class Carriers:
     def take(self, job: Job) -> None:
         """A slot is complete: carry it on."""
         with self.changed:
+            self._open_events(job)
             if self._launch != job.index.launch:
                 self._launch, self.durable = job.index.launch, None
             self._pass_on(COPYING, job)
             if job.index.rank == 0 and job.target is not None:
                 self._pass_on(PUBLICATION, job)
+
+    def _open_events(self, job: Job) -> None:
+        folder = job.target.events if job.target is not None else None
+        if folder is not None and folder != self._events_folder:
+            self.events.close(limit_s=0.0)  # of a run folder that was moved
+            self._events_folder = folder
+            self.events = Events(Path(folder), role="keeper", rank=job.index.rank, run=job.target.run if job.target is not None else "")
 
     def status(self) -> dict[str, Any]:
         """What is published, and what is in hand."""
@@ -99,8 +113,10 @@ class Carriers:
     @contextlib.contextmanager
     def _ended(self, what: str, job: Job) -> Iterator[None]:
         """Work that `_pass_on` counted ends with this."""
+        details = json.dumps({"rank": job.index.rank, "bytes": job.held.slot.num_bytes})
         try:
-            yield
+            with self.events.span(what, lane="keeper", step=job.index.step, text=details):
+                yield
         finally:
             with self.changed:
                 self.in_hand.remove(Work(what, job.index.step))
@@ -115,6 +131,7 @@ class Carriers:
         except Exception as error:
             with self.changed:
                 job.rank.failures.append({"step": job.index.step, "what": what, "error": str(error), "is_loss": is_loss})
+            self.events.instant(what, lane="keeper", step=job.index.step, text=str(error))
             _logger.exception("step %d is %s", job.index.step, what)  # never raises, also where the log's disk is full
 
     def _copy(self) -> None:

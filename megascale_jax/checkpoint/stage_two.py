@@ -35,6 +35,8 @@ class Target:
     run: str = ""
     key_file: str | None = None
     upload: str | None = None
+    events: str | None = None
+    """Folder of the run's events, if the keeper is to write its own there."""
 
     def storage(self) -> Storage:
         """The storage that this names."""

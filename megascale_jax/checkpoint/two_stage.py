@@ -58,10 +58,12 @@ class CheckpointStore:
         settings: CheckpointConfig,
         say: Callable[[str], None] = print,
         rewinds: Sequence[Rewind] = (),
+        events: Path | None = None,
     ):
         """Meet the keeper and the other ranks. ``run_identity``: one for all starts of a run, and for no other run; rank 0's counts.
 
-        ``rewinds``: all that the run has known (`line.py`); what they gave up is neither gone on from nor kept.
+        ``rewinds``: all that the run has known (`line.py`); what they gave up is neither gone on from nor kept. ``events``: folder where
+        the keeper is to write what it does when.
 
         Raises CheckpointError or StorageError, on all ranks, when the storage or a keeper cannot be used on one of them.
         """
@@ -103,6 +105,7 @@ class CheckpointStore:
             run=self._run,
             key_file=settings.key_file,
             upload=settings.upload,
+            events=None if events is None else str(events.absolute()),
         )
         threading.Thread(target=self._watch, daemon=True).start()
 

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from megascale_jax.config.load import load_experiment
+from megascale_jax.observe.compactor import Compactor
+from megascale_jax.observe.events import EVENTS_FOLDER, Events
 from megascale_jax.observe.marks import MARKS, Marks
 from megascale_jax.observe.output import outlive_full_disks
 from megascale_jax.observe.progress import format_duration, format_rate
@@ -54,7 +57,7 @@ def train(
     # a driven process may come while one of the attempt before is still there, on a node that nobody could tell to end it
     folder = RunFolder(run_folder or Path("runs") / resolved.name, wait_s=_PREDECESSOR_S if os.environ.get(MARKS) else 0.0)
     processes, console = Processes.from_environment(), Console()
-    marks = Marks.from_environment(processes.index)
+    marks = Marks.from_environment(processes.index, events=_events(resolved, folder, processes.index))
     launcher = os.environ.get("MEGASCALE_LAUNCHER", "megascale train")
     place = ["--run-folder", str(run_folder)] if run_folder else []
     command = f"{launcher} {shlex.join([experiment, *(overrides or []), *place])}"
@@ -77,7 +80,7 @@ def train(
     from megascale_jax.train.loop import Trainer
     from megascale_jax.train.stop import StopRequest
 
-    with StopRequest() as stop:
+    with StopRequest() as stop, closing(marks):
         trainer = Trainer(resolved, folder, data, fresh=fresh, marks=marks)
         if processes.index == 0:
             _show_start(console, resolved, folder, trainer.peak)
@@ -86,6 +89,18 @@ def train(
         _show_outcome(console, resolved, folder, outcome, command, processes.count)
         if json is not None and outcome.summary is not None:
             write_json(json, outcome.summary)
+
+
+def _events(experiment: "Experiment", folder: "RunFolder", rank: int) -> Events:
+    """Those of this process; none is written before the folder is surely the run's. The first rank has all of them compacted."""
+    settings = experiment.train.events
+    compactor = Compactor(folder.path, settings.keep_mb, settings.keep_days) if rank == 0 else None
+    return Events(
+        folder.path / EVENTS_FOLDER if settings.enabled else None,
+        rank=rank,
+        begins=False,
+        on_segment=compactor.start if compactor is not None else lambda: None,
+    )
 
 
 def _show_outcome(

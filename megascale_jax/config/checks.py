@@ -27,7 +27,7 @@ def check(experiment: Experiment) -> None:
 
 
 RESUMABLE = (
-    *("train.steps", "train.gc_every", "train.digest_every", "train.evaluation", "train.checkpoint", "train.logging"),
+    *("train.steps", "train.gc_every", "train.digest_every", "train.evaluation", "train.checkpoint", "train.logging", "train.events"),
     *(
         "train.sample_prompt",
         "train.data.loader",

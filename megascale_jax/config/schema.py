@@ -283,11 +283,19 @@ class LoggingConfig(Section):
 
 
 class EventsConfig(Section):
-    """What a run remembers of every step, beyond its metrics."""
+    """What happened when, by nanoseconds, in the run folder's events/."""
 
+    enabled: bool = Field(default=True, description="write what each process, device and keeper does when")
     stamps: bool = Field(
         default=True, description="read the devices' clocks inside the step: how long each computes, and waits for which collective"
     )
+    detail_every: Positive = Field(
+        default=10, description="steps between those whose every phase of every tick is written; of all others, sums of passes and waits"
+    )
+    keep_mb: Annotated[float, Field(gt=0)] | None = Field(
+        default=10_000, description="megabytes that a run keeps, oldest rows of devices first to go, then other old ones; null: all"
+    )
+    keep_days: Annotated[float, Field(gt=0)] | None = Field(default=None, description="events older than this go; null: age does not count")
 
 
 class TrainConfig(Section):
@@ -315,7 +323,11 @@ class TrainConfig(Section):
     evaluation: EvaluationConfig = Field(default=EvaluationConfig(), description="held-out loss")
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="saving")
     logging: LoggingConfig = Field(default=LoggingConfig(), description="what is written while training")
+<<<<<<< HEAD
     events: EventsConfig = Field(default=EventsConfig(), description="what is remembered of every step")
+=======
+    events: EventsConfig = Field(default=EventsConfig(), description="what happened when")
+>>>>>>> 8143b39 (Trainer and keeper write events: every pass of the marks a span, what they are told an instant)
 
 
 class Experiment(Section):

@@ -12,8 +12,6 @@ Retention removes whole files, rows of devices first, oldest first, and writes e
 import argparse
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,21 +22,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 
-from megascale_jax.observe.event_files import (
-    DETAIL,
-    PARQUET,
-    SUMMARY,
-    Stream,
-    found,
-    is_named,
-    is_over,
-    read_parquet_facts,
-    read_stream,
-    segment_of,
-    sizes,
-    summary_of,
-)
-from megascale_jax.observe.event_segments import FACTS, OPEN_SUFFIX
+from megascale_jax.observe.event_files import SUMMARY, Stream, is_named, is_over, read_parquet_facts, read_stream, summary_of
+from megascale_jax.observe.event_paths import DETAIL, OPEN_SUFFIX, PARQUET, found, segment_of, sizes
+from megascale_jax.observe.event_segments import FACTS
 from megascale_jax.observe.events import EVENTS_FOLDER, STEP_END
 from megascale_jax.observe.priority import lowest_priority
 
@@ -48,7 +34,6 @@ ROW_GROUP = 1 << 16
 """Rows of a group: some steps, so that a filter on the step reads few of them."""
 LEFT_S = 3600.0
 """A segment that never got its name belongs to a process that died in the middle, once it is so old."""
-RESTED_S = 60.0
 MB = 1_000_000
 DAY_NS = 86_400 * 10**9
 
@@ -186,37 +171,12 @@ def _delete(path: Path, num_bytes: int, why: str) -> None:
     path.unlink(missing_ok=True)
 
 
-class Compactor:
-    """Compactions in a process of their own, at the lowest priority; never raises, and waits for none."""
-
-    def __init__(self, run: Path, keep_mb: float | None, keep_days: float | None):
-        self._run = run
-        limits = {"--keep-mb": keep_mb, "--keep-days": keep_days}
-        self._options = [word for name, value in limits.items() if value is not None for word in (name, str(value))]
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        """Begin one, unless one is at work or there is nothing to do: all segments are still written to."""
-        if self._process is not None and self._process.poll() is None:
-            return
-        with suppress(OSError):
-            now = time.time()
-            if any(now - path.stat().st_mtime > RESTED_S for path in found(self._run)[0]):
-                command = [sys.executable, "-m", "megascale_jax.observe.event_compaction", str(self._run), *self._options]
-                self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-
-
-def add_limits(parser: argparse.ArgumentParser) -> None:
-    """Options of the limits of retention."""
-    parser.add_argument("--keep-mb", type=float, default=None, help="megabytes of events that a run keeps; default: no limit")
-    parser.add_argument("--keep-days", type=float, default=None, help="days that events stay; default: no limit")
-
-
 def main(say: Callable[[str], None] = print) -> None:
     """Entry point of the process that a trainer starts."""
     parser = argparse.ArgumentParser(description="Turn a run's finished segments of events into Parquet, and apply retention.")
     parser.add_argument("run", type=Path, help="folder of the run")
-    add_limits(parser)
+    parser.add_argument("--keep-mb", type=float, default=None, help="megabytes of events that a run keeps; default: no limit")
+    parser.add_argument("--keep-days", type=float, default=None, help="days that events stay; default: no limit")
     options = parser.parse_args()
     lowest_priority()
     pa.set_cpu_count(1)

@@ -9,7 +9,6 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +19,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ValidationError
 
-from megascale_jax.observe.event_segments import FACTS, OPEN_SUFFIX, SCHEMA, Anchor, Facts, boot_id
-from megascale_jax.observe.events import ANCHOR, DROPPED, EVENTS_FOLDER
+from megascale_jax.observe.event_paths import OPEN_SUFFIX, PARQUET, process_of, segment_of
+from megascale_jax.observe.event_segments import FACTS, SCHEMA, Anchor, Facts, boot_id
+from megascale_jax.observe.events import ANCHOR, DROPPED
 
-PARQUET, DETAIL = ".parquet", ".detail.parquet"
-"""What a segment becomes: `DETAIL` has the rows of devices, `PARQUET` all else. The second is there only once both are whole."""
 SUMMARY = b"megascale_events_summary"
 STALE_S = 86_400.0
 """A file of another host, whose locks we may not see, belongs to nobody once it has not changed for so long."""
@@ -69,26 +67,6 @@ class Stream:
     def summary(self) -> Summary:
         """Of this segment."""
         return summary_of(self.table, self.note)
-
-
-def process_of(path: Path) -> str:
-    """``trainer-00003-1796072103-77`` of any file of that process."""
-    return path.name.partition(".")[0]
-
-
-def segment_of(path: Path) -> str:
-    """The same with the number of the segment: ``trainer-00003-1796072103-77.00000``."""
-    return ".".join(path.name.split(".")[:2])
-
-
-def found(run: Path) -> tuple[list[Path], list[Path]]:
-    """Segments that count, and Parquet files that do, in a run's folder. A segment that has become Parquet does not, once that is whole."""
-    folder = run / EVENTS_FOLDER
-    segments = sorted(folder.glob(f"[!.]*{OPEN_SUFFIX}"))
-    stored = sorted(folder.glob(f"[!.]*{PARQUET}"))
-    whole = {segment_of(path) for path in stored if not path.name.endswith(DETAIL)}
-    pending = {segment_of(path) for path in segments} - whole
-    return [path for path in segments if segment_of(path) in pending], [path for path in stored if segment_of(path) not in pending]
 
 
 def read_stream(path: Path, steps: range | None = None) -> Stream:
@@ -228,13 +206,6 @@ def _is_of_this_host(path: Path) -> bool:
     except (pa.ArrowException, OSError, ValidationError):
         return False
     return facts.boot_id != "" and facts.boot_id == boot_id()
-
-
-def sizes(paths: Iterable[Path]) -> Iterator[tuple[Path, int]]:
-    """Bytes of those files that are still there."""
-    for path in paths:
-        with suppress(OSError):
-            yield path, path.stat().st_size
 
 
 def _first_line(error: BaseException) -> str:

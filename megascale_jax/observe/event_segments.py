@@ -21,12 +21,12 @@ import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from megascale_jax.observe.event_paths import OPEN_SUFFIX
 from megascale_jax.observe.events import NUMBERS, Block
 
 FORMAT = 1
 SEGMENT_BYTES = 16 << 20
 """A segment is not continued beyond this; compressed, so 2 million rows or more."""
-OPEN_SUFFIX = ".arrows"
 FACTS = b"megascale_events"
 """Key of the facts, as JSON, in the metadata of the schema."""
 
@@ -95,17 +95,18 @@ class SegmentWriter:
         self._stream: Any = None
         self._stated: Mapping[str, Any] = {}
 
-    def write(self, blocks: Sequence[Block], names: Sequence[str], facts: Mapping[str, Any]) -> None:
-        """Append one batch. ``names`` by code, in the order in which they were made; ``facts``: role, rank and whatever else is known.
+    def write(self, blocks: Sequence[Block], names: Sequence[str], facts: Mapping[str, Any]) -> bool:
+        """Append one batch; whether a segment has begun with it.
 
-        Raises OSError, and none of the batch is there then.
+        ``names`` by code, in the order in which they were made; ``facts``: role, rank and whatever else is known. Raises OSError, and
+        none of the batch is there then.
         """
         batch = _batch(blocks, names)
         if self._file is not None and (self._size > SEGMENT_BYTES or facts != self._stated):
             self.close()
         if self._file is None:
             self._begin(batch, facts)
-            return
+            return True
         try:
             self._stream.write_batch(batch)
             self._append(self._taken())
@@ -114,6 +115,7 @@ class SegmentWriter:
                 os.ftruncate(self._file, self._size)
             self._leave()  # it believes that what it was given is there, dictionaries too
             raise
+        return False
 
     def close(self) -> None:
         """End the segment, if there is one. Never raises for the disk: a segment without an end is whole up to its last batch."""

@@ -17,7 +17,8 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from megascale_jax.errors import RunFolderError, UsageError
-from megascale_jax.observe.event_files import STORED, Summary, found, is_over, process_of, read_parquet_facts, read_stream
+from megascale_jax.observe.event_files import STORED, Summary, is_over, read_parquet_facts, read_stream
+from megascale_jax.observe.event_paths import found, process_of
 from megascale_jax.observe.event_segments import Facts
 from megascale_jax.observe.events import EVENTS_FOLDER
 
@@ -61,7 +62,7 @@ class EventStore:
         return tuple(f"{file.path.name}: {file.summary.note}" for file in self.files if file.summary.note)
 
     def sql(self, query: str) -> pa.Table:
-        """The result of a query over the view `VIEW`; no rows of a statement that has none. Raises UsageError for a wrong or a forbidden one."""
+        """The result of a query over the view `VIEW`, empty for a statement without. Raises UsageError for a wrong or a forbidden one."""
         try:
             result = self.connection.sql(query)
             return pa.table({}) if result is None else result.to_arrow_table()

@@ -76,11 +76,13 @@ class Events:
         attempt: int = 0,
         run: str = "",
         begins: bool = True,
+        on_segment: Callable[[], None] = lambda: None,
         clock: Callable[[], int] = time.monotonic_ns,
     ):
         """Events of this process go to files in ``folder`` (`EVENTS_FOLDER` of a run); ``None``: every call does nothing.
 
-        ``run``: identity of the run. Without ``begins`` nothing is written, and no file made, before `begin`. ``clock``: monotonic ns.
+        ``run``: identity of the run. Without ``begins`` nothing is written, and no file made, before `begin`. ``on_segment``: called by the
+        writing thread after each new file. ``clock``: nanoseconds of CLOCK_MONOTONIC.
         """
         self.clock = clock
         self.dropped = 0
@@ -101,7 +103,7 @@ class Events:
         self._thread: threading.Thread | None = None
         if folder is None:
             return
-        self._folder = folder
+        self._folder, self._on_segment = folder, on_segment
         self._facts: dict[str, Any] = {"role": role, "rank": rank, "attempt": attempt, "run": run}
         self._buffer, self._spare = bytearray(self._capacity), bytearray(self._capacity)
         _open.add(self)
@@ -295,7 +297,7 @@ class Events:
             self._at, self._texts, self._text_length, self._bulk, self._bulk_rows = 0, {}, 0, [], 0
             names, facts = list(self._codes), self._facts
         try:
-            writer.write(blocks, names, facts)
+            is_new = writer.write(blocks, names, facts)
         except BaseException:
             with self._lock:
                 self.dropped += number
@@ -305,6 +307,8 @@ class Events:
         if self._is_failing:
             self._is_failing = False
             _logger.warning("events are written again; %d were lost", dropped)
+        if is_new:
+            self._on_segment()
 
     def _note(self, name: str, text: str, begin_ns: int) -> Block:
         """What the files themselves should tell: how the clocks stand, how much is missing."""

@@ -3,7 +3,9 @@
 The process writes a small memory-mapped file, named by ``MEGASCALE_MARKS``; a supervisor of the host reads it. Nothing has to run in
 the process for that, so one that waits for ever in a collective is seen as well as any other: the same *section* with a growing time.
 A thread puts the time in each second, the *pulse*: one that waits has it, one that is frozen has not, though nothing else tells them
-apart. Without the variable every call returns at once.
+apart. Without the variable there is no file.
+
+Whatever marks are told is an event too (`events.py`): each pass a span of its section's name, the rest instants, `INSTANTS`.
 
 A *section* is what the process does now, a *pass* one stay in it. ``compile`` is the first step of a process with its compilation, and
 its first held-out batch likewise. ``data`` is the preparation of data and then each wait for a batch.
@@ -13,6 +15,7 @@ if the process is stopped or dies in the middle of a write, and on processors th
 CLOCK_MONOTONIC, which all processes of a host share.
 """
 
+import json
 import math
 import mmap
 import os
@@ -22,10 +25,11 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megascale_jax.errors import UsageError
+from megascale_jax.observe.events import Events
 from megascale_jax.observe.spike import Spike
 
 MARKS = "MEGASCALE_MARKS"
@@ -35,6 +39,7 @@ DRILL = "MEGASCALE_DRILL"
 FLIP = ".flip"
 """Suffix of the file beside the marks that asks for it."""
 SECTIONS = ("start", "join", "data", "restore", "compile", "step", "evaluate", "checkpoint", "end")
+INSTANTS = ("resume", "skip", "spike", "corrupt", "saved", "published", "stop", "rewind")
 UNTAUGHT_PASSES = {"step": 1}
 """First passes of a process that say nothing of the later ones, so ``longest_s`` leaves them out: JAX may compile the second step anew."""
 STEP_TIME_WEIGHT = 0.1
@@ -105,12 +110,22 @@ class MarksReading:
 class Marks:
     """The writer; one per process, called by one thread. Starts in the section ``start``. ``clock`` returns monotonic nanoseconds."""
 
-    def __init__(self, path: Path | None = None, *, rank: int = 0, attempt: int = 0, clock: Callable[[], int] = time.monotonic_ns):
-        """Make the file, in place of an earlier one; ``None``: no file, and every call does nothing.
+    def __init__(
+        self,
+        path: Path | None = None,
+        *,
+        rank: int = 0,
+        attempt: int = 0,
+        events: Events | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ):
+        """Make the file, in place of an earlier one; ``None``: no file. Without ``events`` nothing is told to them.
 
         Raises UsageError when it cannot be made.
         """
-        self._clock = clock
+        self.events = events or Events(None)
+        self._clock, self._is_on = clock, path is not None or self.events.is_on
+        self._began_ns, self._pass_step = clock(), _NONE
         self._map: mmap.mmap | None = None
         scalars = dict.fromkeys(_SCALARS, 0) | dict.fromkeys(("saved", "durable", *_ODD_RANKS), _NONE)
         scalars |= {"pid": os.getpid(), "rank": rank, "attempt": attempt}
@@ -120,12 +135,12 @@ class Marks:
                 self._map = _make_file(path)
             except OSError as error:
                 raise UsageError(f"{path}: {error.strerror}; {MARKS} must name a file in a folder that this process can write") from error
-            self._values[_ENTERED] = clock()
+            self._values[_ENTERED] = self._began_ns
             self._write()
             self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, _FILE_BYTES)
 
     @classmethod
-    def from_environment(cls, rank: int, environment: Mapping[str, str] = os.environ) -> "Marks":
+    def from_environment(cls, rank: int, environment: Mapping[str, str] = os.environ, events: Events | None = None) -> "Marks":
         """Marks in the file that ``MEGASCALE_MARKS`` names, of the attempt ``MEGASCALE_ATTEMPT``.
 
         Raises UsageError when the file cannot be made or the attempt is no number.
@@ -134,7 +149,8 @@ class Marks:
         if not attempt.isdecimal():
             raise UsageError(f"{ATTEMPT}={attempt!r}; expected the number of this start, 0 or more")
         path = environment.get(MARKS)
-        marks = cls(Path(path) if path else None, rank=rank, attempt=int(attempt))
+        marks = cls(Path(path) if path else None, rank=rank, attempt=int(attempt), events=events)
+        marks.events.describe(attempt=int(attempt))
         if path:
             threading.Thread(target=marks._pulse, name="pulse", daemon=True).start()
         return marks
@@ -145,39 +161,44 @@ class Marks:
             self._map[_PULSE_AT:] = _PULSE.pack(self._clock())
             time.sleep(PULSE_S)
 
-    def enter(self, section: str) -> None:
-        """The pass of the section so far is complete, and one of ``section`` begins."""
-        if self._map is None:
+    def enter(self, section: str, step: int = _NONE) -> None:
+        """The pass of the section so far is complete, and one of ``section`` begins; ``step``: the one that it is a part of, if any."""
+        if not self._is_on:
             return
         now = self._clock()
         self._complete(now)
+        self._began_ns, self._pass_step = now, step
         self._values[_SECTION] = _SECTION_INDEX[section]
         self._values[_ENTERED] = now
         self._write()
 
     @contextmanager
-    def section(self, section: str) -> Iterator[None]:
+    def section(self, section: str, step: int = _NONE) -> Iterator[None]:
         """A pass inside the present one, which goes on afterwards and does not count the time; an exception leaves it uncounted."""
-        if self._map is None:
+        if not self._is_on:
             yield
             return
-        outer, began = self._values[_SECTION], self._clock()
+        outer, outer_pass, began = self._values[_SECTION], (self._began_ns, self._pass_step), self._clock()
         outer_ns = began - self._values[_ENTERED]
         self._values[_SECTION] = _SECTION_INDEX[section]
         self._values[_ENTERED] = began
+        self._began_ns, self._pass_step = began, step
         self._write()
         try:
             yield
             self._complete(self._clock())
         finally:
             self._values[_SECTION] = outer
+            self._began_ns, self._pass_step = outer_pass
             self._values[_ENTERED] = self._clock() - outer_ns
             self._write()
 
     def step_done(self, step: int, loss: float, *, is_skipped: bool = False, step_s: float | None = None) -> None:
         """``step`` steps are complete; the newest had ``loss`` and took ``step_s`` seconds (``None``: not measured)."""
-        if self._map is None:
+        if not self._is_on:
             return
+        if is_skipped:
+            self.told("skip", step, f"loss {loss}")
         values = self._values
         values[_STEP], values[_LOSS] = step, loss
         values[_IN_A_ROW] = values[_IN_A_ROW] + 1 if is_skipped else 0
@@ -189,7 +210,8 @@ class Marks:
 
     def corrupt(self, ranks: Sequence[int], *, is_certain: bool) -> None:
         """Copies of the state differ: those of ``ranks`` are wrong, or one of them is."""
-        if self._map is not None:
+        if self._is_on:
+            self.told("corrupt", int(self._values[_STEP]), f"{'' if is_certain else 'one of '}ranks {', '.join(map(str, ranks))}")
             self._values[_CORRUPTION] = _NAMED if is_certain else _SUSPECTED
             for number, rank in enumerate(ranks[:MOST_ODD_RANKS]):
                 self._values[_CORRUPTION + 1 + number] = rank
@@ -197,28 +219,47 @@ class Marks:
 
     def spiked(self, spike: Spike) -> None:
         """The loss spikes."""
-        if self._map is not None:
+        if self._is_on:
+            if spike.first != self._values[_SPIKE]:
+                self.told("spike", spike.last, json.dumps(asdict(spike)))
             rewind_step = _NONE if spike.rewind_step is None else spike.rewind_step
             self._values[_SPIKE : _SPIKE + 5] = [spike.first, spike.last, rewind_step, spike.begin, spike.end]
             self._write()
 
     def resumed(self, step: int, *, is_durable: bool) -> None:
         """The run goes on from the state after ``step`` steps, which came from storage (``is_durable``) or from memory."""
+        self.told("resume", step, "from storage" if is_durable else "from memory")
         self._set(_STEP, step)
         self._set(_DURABLE if is_durable else _SAVED, step)
 
     def saved(self, step: int) -> None:
         """The state after ``step`` is in host memory: it survives the process."""
-        self._set(_SAVED, step)
+        if self._set(_SAVED, step):
+            self.told("saved", step)
 
     def durable(self, step: int) -> None:
         """The state after ``step`` is on storage: it survives the host."""
-        self._set(_DURABLE, step)
+        if self._set(_DURABLE, step):
+            self.told("published", step)
 
-    def _set(self, index: int, value: int) -> None:
-        if self._map is not None and self._values[index] != value:
-            self._values[index] = value
-            self._write()
+    def told(self, name: str, step: int = _NONE, text: str | None = None) -> None:
+        """One of `INSTANTS`, for the events alone."""
+        self.events.instant(name, step=step, text=text)
+
+    def close(self) -> None:
+        """The process ends, and its last pass with it: all events are written."""
+        self._tell(self._clock())
+        self.events.close()
+
+    def _set(self, index: int, value: int) -> bool:
+        if not self._is_on or self._values[index] == value:
+            return False
+        self._values[index] = value
+        self._write()
+        return True
+
+    def _tell(self, now: int) -> None:
+        self.events.record(SECTIONS[int(self._values[_SECTION])], self._began_ns, now - self._began_ns, step=self._pass_step)
 
     def _complete(self, now: int) -> None:
         values = self._values
@@ -228,9 +269,11 @@ class Marks:
         values[place + 2] = lasted
         if lasted > values[place + 1] and values[place] > UNTAUGHT_PASSES.get(SECTIONS[section], 0):
             values[place + 1] = lasted
+        self._tell(now)
 
     def _write(self) -> None:
-        assert self._map is not None
+        if self._map is None:
+            return
         self._values[0] += 1
         body = _BODY.pack(*self._values)
         begin = _HEADER.size + (int(self._values[0]) & 1) * _SLOT_BYTES

@@ -1,6 +1,6 @@
 """The folder of a run: what is in it, and whether a configuration may go on in it.
 
-    config.yaml  metrics.jsonl  tensorboard/  checkpoints/STEP/  summary.json  loss.png  cluster/
+    config.yaml  metrics.jsonl  tensorboard/  events/  checkpoints/STEP/  summary.json  loss.png  cluster/
 
 A folder belongs to one configuration. The same one resumes from the newest complete checkpoint; fields that decide no
 number (`config.checks.RESUMABLE`) may change; anything else is refused with the difference, before any device work.
@@ -27,6 +27,7 @@ from megascale_jax.config.load import differences, dump_yaml, read_resolved
 from megascale_jax.config.schema import Experiment
 from megascale_jax.data.tokenizer import TOKENIZER_FILE
 from megascale_jax.errors import ConfigError, RunFolderError
+from megascale_jax.observe.events import EVENTS_FOLDER
 from megascale_jax.observe.metrics import METRICS_FILE, TENSORBOARD_FOLDER
 from megascale_jax.observe.report import replace_file
 from megascale_jax.observe.summary import SUMMARY_FILE, RunSummary, read_summary
@@ -37,8 +38,12 @@ LOCK_FILE = ".lock"
 IDENTITY_FILE = ".identity"
 _OWN_NAMES = {
     *(CONFIG_FILE, CHECKPOINTS, LOCK_FILE, IDENTITY_FILE, SUMMARY_FILE),
-    *(METRICS_FILE, TENSORBOARD_FOLDER, TOKENIZER_FILE, JOB_FOLDER, DRIVER_LOCK, "loss.png"),
+    *(METRICS_FILE, TENSORBOARD_FOLDER, EVENTS_FOLDER, TOKENIZER_FILE, JOB_FOLDER, DRIVER_LOCK, "loss.png"),
 }
+
+
+_NOT_YET_A_RUN = {LOCK_FILE, IDENTITY_FILE, EVENTS_FOLDER, JOB_FOLDER, DRIVER_LOCK}
+"""What may be there before the first start of a training."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ class RunFolder:
         existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise RunFolderError(f"{self.path} cannot be made: {existing} is no writable folder; choose another with --run-folder")
-        if existing != self.path or {entry.name for entry in self.path.iterdir()} <= {LOCK_FILE, IDENTITY_FILE, JOB_FOLDER, DRIVER_LOCK}:
+        if existing != self.path or {entry.name for entry in self.path.iterdir()} <= _NOT_YET_A_RUN:
             return self._check_newest(experiment)
         if not (self.path / CONFIG_FILE).is_file():
             raise RunFolderError(f"{self.path} exists and is not a run folder (no {CONFIG_FILE}); choose another with --run-folder")

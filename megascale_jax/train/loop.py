@@ -28,6 +28,7 @@ from megascale_jax.data.pipeline import BatchIterator, held_out_batches
 from megascale_jax.data.prepared import Prepared
 from megascale_jax.errors import RunFolderError
 from megascale_jax.model.flops import count_parameters, flops_per_token
+from megascale_jax.observe.events import EVENTS_FOLDER
 from megascale_jax.observe.marks import Marks
 from megascale_jax.observe.metrics import EVENT_CHECKPOINT, EVENT_CHECKPOINT_ERROR, EVENT_RESUME, EVENT_SKIP, MetricsWriter
 from megascale_jax.observe.progress import TrainingProgress, format_duration
@@ -99,13 +100,27 @@ class Trainer:
                     return "", ()
                 held.enter_context(folder.taken(experiment, fresh=fresh))
                 self.tokenizer = self.prepared.tokenizer.save(folder.path)
-                return folder.identity(), joined(folder.experiment().train.rewinds, experiment.train.rewinds)
+                known = folder.experiment().train.rewinds
+                for to_step, first, end in set(experiment.train.rewinds) - set(known):
+                    self.marks.told("rewind", to_step, f"without samples {first} to {end - 1}")
+                return folder.identity(), joined(known, experiment.train.rewinds)
 
             identity, known = all_results(take, RunFolderError)[0]
             rewinds = joined(known)
             self.experiment = experiment.model_copy(update={"train": experiment.train.model_copy(update={"rewinds": rewinds})})
-            self.store = CheckpointStore(folder.place(experiment), identity, self.plan, experiment.train.checkpoint, self._say, rewinds)
+            events = folder.path / EVENTS_FOLDER if self.marks.events.is_on else None
+            self.store = CheckpointStore(
+                folder.place(experiment), identity, self.plan, experiment.train.checkpoint, self._say, rewinds, events
+            )
             self._held = held.pop_all()
+        self._begin_events(identity)
+
+    def _begin_events(self, identity: str) -> None:
+        """The folder is this run's by now, on all ranks: an earlier run there has been removed if it was to be."""
+        mesh, own = self.plan.mesh, jax.process_index()
+        devices = [index for index, device in enumerate(mesh.devices.flat) if device.process_index == own]
+        self.marks.events.describe(run=identity, mesh=mesh.devices.shape, devices=devices)
+        self.marks.events.begin()
 
     def run(self, stop: Any) -> Outcome:
         """Train from the newest checkpoint, or from the start, until done or until any rank's ``stop.asked``."""
@@ -183,11 +198,11 @@ class Trainer:
         unread: tuple[int, dict[str, Any]] | None = None
         step, stopping = first, False
         while step < train.steps and not stopping:
-            self.marks.enter("data")
+            self.marks.enter("data", step + 1)
             asked_at = time.monotonic()
             rows = next(batches)
             data_wait_s = time.monotonic() - asked_at
-            self.marks.enter("compile" if step == first else "step")
+            self.marks.enter("compile" if step == first else "step", step + 1)
             batch, state = place_batch(self.plan, rows), self.integrity.drilled(state)
             state, metrics = self.steps.train(state, batch, place_vote(self.plan, stop.asked))
             step += 1
@@ -250,6 +265,8 @@ class Trainer:
         assert self.progress is not None
         left = self.throughput.eta_s(self.experiment.train.steps - step)
         self.progress.update(step, values["loss"], self.throughput.tokens_per_s, self.throughput.mfu, left, safe)
+        if values["stop_votes"] > 0:
+            self.marks.told("stop", step)
         return values["stop_votes"] > 0
 
     def _evaluate(self, step: int, state: TrainState) -> None:
@@ -268,7 +285,7 @@ class Trainer:
             "versions": library_versions(),
         }
         errors = self.store.errors
-        with self.marks.section("checkpoint"):
+        with self.marks.section("checkpoint", step):
             self.store.save(step, named_arrays(state), description)
         if self.store.errors == errors:
             self.marks.saved(step)

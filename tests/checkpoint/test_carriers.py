@@ -1,5 +1,6 @@
 """The keeper's threads by themselves: what waits for what, and until when a slot is busy."""
 
+import json
 import threading
 import time
 
@@ -11,6 +12,7 @@ from megascale_jax.checkpoint.holdings import Held, Job, Rank
 from megascale_jax.checkpoint.retention import Retention
 from megascale_jax.checkpoint.slot import checksums
 from megascale_jax.checkpoint.stage_two import Target
+from megascale_jax.observe.event_store import read_events
 from tests.checkpoint.states import filled_slot, plan
 
 LIMIT_S = 30
@@ -46,7 +48,7 @@ def work(tmp_path):
     carriers, rank, here = Carriers(), Rank(), plan(data=2)
     carriers.peer = ("host", 1, "secret")
     carriers.start()
-    target = Target(str(tmp_path), 2, "none", Retention(2), LIMIT_S)
+    target = Target(str(tmp_path), 2, "none", Retention(2), LIMIT_S, events=str(tmp_path / "events"))
     jobs = []
     for step in (1, 2):
         slot, index = filled_slot(here, step)
@@ -71,6 +73,26 @@ def test_newest_state_is_verified_and_copied_while_the_one_before_is_written(gat
     parts.open.set()
     until(carriers, lambda: not carriers.in_hand)
     assert parts.steps == [1, 2] and not any(job.held.is_busy for job in jobs)
+
+
+def test_what_the_threads_do_is_on_record(gates, work, tmp_path):
+    (copies, parts), (carriers, jobs) = gates, work
+    copies.error = "the next host is gone"
+    copies.open.set()
+    parts.open.set()
+    until(carriers, lambda: not carriers.in_hand)
+    carriers.events.close()
+    with read_events(tmp_path) as store:
+        rows = store.sql("select * from events where lane = 'keeper' order by begin_ns").to_pylist()
+    assert {(row["name"], row["step"], row["is_instant"]) for row in rows} == {
+        *(("copying", step, False) for step in (1, 2)),
+        *(("writing", step, False) for step in (1, 2)),
+        *(("no copy on the next host", step, True) for step in (1, 2)),
+    }
+    assert {(row["role"], row["rank"]) for row in rows} == {("keeper", 1)}
+    spans = [json.loads(row["text"]) for row in rows if not row["is_instant"]]
+    assert all(span == {"rank": 1, "bytes": jobs[0].held.slot.num_bytes} for span in spans)
+    assert [row["text"] for row in rows if row["is_instant"]] == ["the next host is gone"] * 2
 
 
 def test_state_is_written_while_the_next_host_does_not_answer(gates, work):

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 
 from megascale_jax.errors import RunFolderError, UsageError
 from megascale_jax.observe import event_compaction, event_segments
-from megascale_jax.observe.event_compaction import DELETIONS, LOCK, Compactor, compact
-from megascale_jax.observe.event_files import DETAIL, PARQUET, is_over, read_stream
+from megascale_jax.observe.compactor import Compactor
+from megascale_jax.observe.event_compaction import DELETIONS, LOCK, compact
+from megascale_jax.observe.event_files import is_over, read_stream
+from megascale_jax.observe.event_paths import DETAIL, PARQUET
 from megascale_jax.observe.event_store import read_events
 from megascale_jax.observe.events import ANCHOR, STEP_END, Events
 

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale_jax.errors import UsageError
-from megascale_jax.observe.marks import ATTEMPT, MARKS, PULSE_S, SECTIONS, UNTAUGHT_PASSES, Marks, read_marks
+from megascale_jax.observe.marks import ATTEMPT, INSTANTS, MARKS, PULSE_S, SECTIONS, UNTAUGHT_PASSES, Marks, read_marks
+from megascale_jax.observe.spike import Spike
 
 LIMIT_S = 30
 OPENED = "import sys, pathlib; from megascale_jax.observe.marks import Marks; marks = Marks(pathlib.Path(sys.argv[1]), rank=3, attempt=7)\n"
@@ -52,9 +53,72 @@ def test_nothing_happens_when_the_variable_is_not_set(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+class Told:
+    """What an `Events` is told."""
+
+    is_on = True
+
+    def __init__(self):
+        self.spans, self.instants, self.facts, self.is_closed = [], [], {}, False
+
+    def record(self, name, begin_ns, duration_ns, *, step):
+        self.spans.append((name, begin_ns, duration_ns, step))
+
+    def instant(self, name, *, step, text):
+        self.instants.append((name, step, text))
+
+    def describe(self, **facts):
+        self.facts |= facts
+
+    def close(self):
+        self.is_closed = True
+
+
+@pytest.mark.parametrize("has_file", [False, True])
+def test_passes_are_spans_and_all_else_instants(path, has_file):
+    clock, told = Clock(), Told()
+    marks = Marks(path if has_file else None, events=told, clock=clock)
+    begin = clock.now
+    clock.wait(1)
+    marks.enter("data", 7)
+    clock.wait(2)
+    marks.enter("step", 7)
+    clock.wait(3)
+    with marks.section("checkpoint", 7):
+        clock.wait(4)
+    clock.wait(5)
+    with pytest.raises(OSError, match="x"), marks.section("checkpoint", 8):
+        clock.wait(6)
+        raise OSError("x")
+    marks.close()
+    s = 1_000_000_000
+    assert told.spans == [
+        ("start", begin, s, -1),
+        ("data", begin + s, 2 * s, 7),
+        ("checkpoint", begin + 6 * s, 4 * s, 7),
+        ("step", begin + 3 * s, 18 * s, 7),
+    ]
+    assert told.is_closed
+    for _ in range(2):  # told anew, but nothing new
+        marks.saved(7)
+        marks.durable(6)
+        marks.spiked(Spike(3, 4, None, 30, 40))
+    marks.resumed(5, is_durable=True)
+    marks.step_done(8, 2.5, is_skipped=True)
+    marks.step_done(9, 2.5)
+    marks.corrupt([1, 2], is_certain=False)
+    assert [(name, step) for name, step, _ in told.instants] == [
+        *(("saved", 7), ("published", 6), ("spike", 4), ("resume", 5), ("skip", 8), ("corrupt", 9))
+    ]
+    assert {name for name, _, _ in told.instants} < set(INSTANTS)
+
+
 def test_file_and_attempt_are_those_of_the_environment(path):
     Marks.from_environment(2, {MARKS: str(path), ATTEMPT: "4"})
     assert (read_marks(path).rank, read_marks(path).attempt) == (2, 4)
+    told = Told()
+    Marks.from_environment(2, {ATTEMPT: "4"}, told)
+    assert told.facts == {"attempt": 4}
 
 
 def test_everything_is_read_as_written(path):

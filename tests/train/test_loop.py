@@ -11,7 +11,9 @@ from megascale_jax.checkpoint.manifest import published_steps, read_manifest
 from megascale_jax.config.cluster import ClusterConfig, RulesConfig
 from megascale_jax.config.schema import CheckpointConfig, DataConfig, EvaluationConfig, LoggingConfig
 from megascale_jax.errors import CheckpointError, CorruptStateError, RunFolderError
-from megascale_jax.observe.marks import MARKS, Marks, read_marks
+from megascale_jax.observe.event_store import read_events
+from megascale_jax.observe.events import Events
+from megascale_jax.observe.marks import INSTANTS, MARKS, Marks, read_marks
 from megascale_jax.observe.metrics import read_metrics
 from megascale_jax.observe.spike import SpikeWatch
 from megascale_jax.train.flip import DRILL
@@ -176,6 +178,34 @@ def test_run_that_was_removed_leaves_nothing_to_resume_from(prepared, tmp_path):
         run(tiny(), prepared, path, StopAt(hook=lambda count: 1 // (7 - count)))
     shutil.rmtree(path)
     assert run(tiny(steps=1), prepared, path).summary.resumed_from is None
+
+
+def test_events_tell_the_way_of_a_run_and_of_its_continuation(prepared, tmp_path):
+    path, config = tmp_path / "run", tiny()
+    for number, stop_at in enumerate((7, None)):
+        marks = Marks(attempt=number, events=Events(path / "events", attempt=number, begins=False))
+        run(config, prepared, path, StopAt(stop_at), marks=marks, fresh=number == 0)
+        marks.close()
+    with read_events(path) as store:
+        rows = store.sql("select * from events where role = 'trainer' and name <> 'clock anchor' order by begin_ns").to_pylist()
+        kept = store.sql("select name, step, text from events where lane = 'keeper' order by begin_ns").to_pylist()
+        facts = [file.facts for file in store.files if file.facts.role == "trainer"]
+        assert store.notes == ()
+    assert {(row["name"], row["step"]) for row in kept} == {
+        (name, step) for name in ("copying", "writing", "publication") for step in (4, 8, 9)
+    }
+    assert all(json.loads(row["text"])["bytes"] > 0 for row in kept)
+
+    def steps(name, attempt):
+        return [row["step"] for row in rows if (row["name"], row["attempt"]) == (name, attempt)]
+
+    assert steps("data", 0) == [1, 2, 3, 4, 5, 6, 7, 8] and steps("data", 1) == [9]
+    assert steps("compile", 0)[0] == 1 and steps("step", 0) == [2, 3, 4, 5, 6, 7, 8] and steps("compile", 1)[0] == 9
+    assert steps("checkpoint", 0) == [4, 8] and steps("saved", 0) == [4, 8] and steps("published", 0)[-1] == 8
+    assert (steps("stop", 0)[0], steps("resume", 0), steps("resume", 1)) == (7, [], [8])
+    assert {row["name"] for row in rows if row["attempt"] == 1} >= {"start", "restore", "compile", "end", "resume"}
+    assert all(row["is_instant"] == (row["name"] in INSTANTS) for row in rows)
+    assert {(fact.mesh, fact.devices, fact.run) for fact in facts} == {((1, 2, 2), (0, 1, 2, 3), RunFolder(path).identity())}
 
 
 def test_marks_show_the_way_of_a_run_and_of_its_continuation(prepared, tmp_path):

@@ -1,0 +1,42 @@
+"""Names of the files of a run's events, and which of them count. No JAX, and no pyarrow.
+
+events/PROCESS.SEGMENT.arrows               a segment; PROCESS: ROLE-RANK-START-PID
+events/PROCESS.SEGMENT.detail.parquet       its rows of devices, once nobody writes it any more
+events/PROCESS.SEGMENT.parquet              its other rows; there only once both are whole, and the segment does not count from then on
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from megascale_jax.observe.events import EVENTS_FOLDER
+
+OPEN_SUFFIX = ".arrows"
+PARQUET, DETAIL = ".parquet", ".detail.parquet"
+
+
+def process_of(path: Path) -> str:
+    """``trainer-00003-1796072103-77`` of any file of that process."""
+    return path.name.partition(".")[0]
+
+
+def segment_of(path: Path) -> str:
+    """The same with the number of the segment: ``trainer-00003-1796072103-77.00000``."""
+    return ".".join(path.name.split(".")[:2])
+
+
+def found(run: Path) -> tuple[list[Path], list[Path]]:
+    """Segments that count, and Parquet files that do, in a run's folder. A segment that has become Parquet does not, once that is whole."""
+    folder = run / EVENTS_FOLDER
+    segments = sorted(folder.glob(f"[!.]*{OPEN_SUFFIX}"))
+    stored = sorted(folder.glob(f"[!.]*{PARQUET}"))
+    whole = {segment_of(path) for path in stored if not path.name.endswith(DETAIL)}
+    pending = {segment_of(path) for path in segments} - whole
+    return [path for path in segments if segment_of(path) in pending], [path for path in stored if segment_of(path) not in pending]
+
+
+def sizes(paths: Iterable[Path]) -> Iterator[tuple[Path, int]]:
+    """Bytes of those files that are still there."""
+    for path in paths:
+        with suppress(OSError):
+            yield path, path.stat().st_size
