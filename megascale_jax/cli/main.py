@@ -20,6 +20,7 @@ from megascale_jax.cli import (
     diagnose,
     drill,
     drive,
+    events,
     huggingface,
     job,
     keep,
@@ -72,6 +73,7 @@ app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(config.app, name="config")
 app.add_typer(certs.app, name="certs")
 app.add_typer(audit.app, name="audit")
+app.add_typer(events.app, name="events")
 
 
 def main() -> None:
