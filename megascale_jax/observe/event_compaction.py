@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 
-from megascale_jax.observe.event_files import SUMMARY, Stream, is_named, is_over, read_parquet_facts, read_stream, summary_of
+from megascale_jax.observe.event_files import STORED, SUMMARY, Stream, is_named, is_over, read_parquet_facts, read_stream, summary_of
 from megascale_jax.observe.event_paths import DETAIL, OPEN_SUFFIX, PARQUET, found, segment_of, sizes
 from megascale_jax.observe.event_segments import FACTS
 from megascale_jax.observe.events import EVENTS_FOLDER, STEP_END
@@ -32,6 +32,8 @@ DELETIONS = "deletions.jsonl"
 LOCK = ".compaction.lock"
 ROW_GROUP = 1 << 16
 """Rows of a group: some steps, so that a filter on the step reads few of them."""
+_TIMES = ("begin_ns", "unix_ns")
+"""Sorted, or nearly so: differences take a few bits."""
 LEFT_S = 3600.0
 """A segment that never got its name belongs to a process that died in the middle, once it is so old."""
 MB = 1_000_000
@@ -113,7 +115,12 @@ def _write(path: Path, table: pa.Table, stream: Stream, note: str) -> None:
         descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "wb") as sink:
             pq.write_table(
-                table.replace_schema_metadata({FACTS: facts, SUMMARY: summary}), sink, row_group_size=ROW_GROUP, compression="zstd"
+                table.replace_schema_metadata({FACTS: facts, SUMMARY: summary}),
+                sink,
+                row_group_size=ROW_GROUP,
+                compression="zstd",
+                use_dictionary=[name for name in STORED.names if name not in _TIMES],
+                column_encoding=dict.fromkeys(_TIMES, "DELTA_BINARY_PACKED"),
             )
             sink.flush()
             os.fsync(sink.fileno())
