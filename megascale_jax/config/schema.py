@@ -323,11 +323,7 @@ class TrainConfig(Section):
     evaluation: EvaluationConfig = Field(default=EvaluationConfig(), description="held-out loss")
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="saving")
     logging: LoggingConfig = Field(default=LoggingConfig(), description="what is written while training")
-<<<<<<< HEAD
-    events: EventsConfig = Field(default=EventsConfig(), description="what is remembered of every step")
-=======
     events: EventsConfig = Field(default=EventsConfig(), description="what happened when")
->>>>>>> 8143b39 (Trainer and keeper write events: every pass of the marks a span, what they are told an instant)
 
 
 class Experiment(Section):

@@ -141,7 +141,7 @@ def make_plan(experiment: Experiment, devices: Sequence[Any]) -> Plan:
     zero = ZeroSharding(model, layout, jnp.dtype(experiment.train.compute_dtype))
     communication = RingTensorParallel() if parallel.tensor_overlap == "ring" else TensorParallel()
     transformer = Transformer(model, select(model, experiment.system), communication, zero.columns)
-    clock = Clock(Target.of(experiment.system)) if experiment.train.events.stamps else None
+    clock = Clock(Target.of(experiment.system)) if experiment.train.events.enabled and experiment.train.events.stamps else None
     return Plan(experiment, layout, mesh, zero, Pipeline(transformer, layout, parallel, zero, clock))
 
 

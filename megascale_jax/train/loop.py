@@ -43,6 +43,7 @@ from megascale_jax.train.integrity import Integrity
 from megascale_jax.train.peak import peak_flops
 from megascale_jax.train.saved import named_arrays, named_state
 from megascale_jax.train.spikes import Spikes
+from megascale_jax.train.stamps import StampEvents
 from megascale_jax.train.state import TrainState, initial_state
 from megascale_jax.train.step import make_steps, place_batch, place_vote
 
@@ -114,6 +115,7 @@ class Trainer:
             )
             self._held = held.pop_all()
         self._begin_events(identity)
+        self.stamps = StampEvents(self.plan, self.marks.events, experiment.train.events.detail_every)
 
     def _begin_events(self, identity: str) -> None:
         """The folder is this run's by now, on all ranks: an earlier run there has been removed if it was to be."""
@@ -222,6 +224,7 @@ class Trainer:
                 if compares:
                     self.integrity.check(step, state)
                 with self.throughput.pause():
+                    self.stamps.calibrate()
                     if evaluates:
                         self._evaluate(step, state)
                     if saves or stopping:
@@ -235,6 +238,7 @@ class Trainer:
 
     def _read(self, step: int, metrics: dict[str, Any]) -> bool:
         """Wait for a step's numbers, show and write them; whether a rank has asked to stop."""
+        stamps = metrics.pop("stamps", None)
         values = {key: float(value) for key, value in metrics.items()}
         self.throughput.step_done()
         if self.throughput.tokens_per_s is not None:  # the first step waits for the loader to start, and is not measured
@@ -243,6 +247,8 @@ class Trainer:
             self.skipped += 1
             self._event(step, EVENT_SKIP)
             self._say(f"step {step} was skipped: loss {values['loss']}, gradient norm {values['grad_norm']}")
+        if stamps is not None:
+            self.stamps.write(step, stamps)
         self.marks.step_done(step, values["loss"], is_skipped=values["skipped"] > 0, step_s=self.throughput.last_step_s)
         age_s, safe = self._durable(step)
         self.spikes.read(step, values["loss"], int(values["position"]))
