@@ -49,13 +49,12 @@ def launch(tmp_path, started):
     (tmp_path / "tmp").mkdir()
     environment = os.environ | {
         "MEGASCALE_COMMAND": f"{sys.executable} -S {tmp_path}/fake.py {tmp_path}/notes",
-        "MEGASCALE_GRACE_S": "1",
         "TMPDIR": str(tmp_path / "tmp"),
     }
 
     def start(*arguments: str) -> subprocess.Popen[str]:
-        pipe = subprocess.PIPE
-        process = subprocess.Popen([str(LOCAL), *arguments], env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+        pipe, grace_s = subprocess.PIPE, "1" if "stubborn" in arguments else "15"
+        process = subprocess.Popen([str(LOCAL), *arguments], env=environment | {"MEGASCALE_GRACE_S": grace_s}, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
         started.append(process)
         return process
 
