@@ -54,7 +54,8 @@ def launch(tmp_path, started):
 
     def start(*arguments: str) -> subprocess.Popen[str]:
         pipe, grace_s = subprocess.PIPE, "1" if "stubborn" in arguments else "15"
-        process = subprocess.Popen([str(LOCAL), *arguments], env=environment | {"MEGASCALE_GRACE_S": grace_s}, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+        own = environment | {"MEGASCALE_GRACE_S": grace_s}
+        process = subprocess.Popen([str(LOCAL), *arguments], env=own, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
         started.append(process)
         return process
 
