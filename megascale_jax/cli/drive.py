@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -20,6 +21,7 @@ from megascale_jax.observe.output import outlive_full_disks
 
 if TYPE_CHECKING:
     from megascale_jax.cluster.backends.base import Engine
+    from megascale_jax.cluster.exporter import Rates
     from megascale_jax.cluster.journal import Journal
     from megascale_jax.config.schema import Experiment
     from megascale_jax.train.folder import RunFolder
@@ -59,6 +61,10 @@ def drive(
     security: Annotated[
         Path | None,
         typer.Option(envvar="MEGASCALE_SECURITY", help="made by `megascale certs init`; default: the run's own", show_default=False),
+    ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option("--metrics-port", min=0, max=65535, help="numbers for Prometheus at 127.0.0.1 here; 0: any port", show_default=False),
     ] = None,
     json: Annotated[
         Path | None, typer.Option("--json", help="also write the job's end and its incidents to this file", show_default=False)
@@ -103,7 +109,7 @@ def drive(
         if fresh:
             with folder.taken(resolved, fresh=True):
                 pass
-        status = _drive(_Request(resolved, folder, command, nodes, engine, port, relay, security))
+        status = _drive(_Request(resolved, folder, command, nodes, engine, port, relay, security, metrics_port))
     if status is not None:
         if json is not None:
             write_json(json, status)
@@ -141,6 +147,7 @@ class _Request:
     port: int
     relay: tuple[str, int] | None
     security: Path | None
+    metrics_port: int | None
 
 
 def _drive(job: _Request) -> dict[str, Any] | None:
@@ -152,6 +159,7 @@ def _drive(job: _Request) -> dict[str, Any] | None:
     from megascale_jax.cluster.backends.base import Start
     from megascale_jax.cluster.driver import Driver
     from megascale_jax.cluster.driver_process import drive as drive_job
+    from megascale_jax.cluster.exporter import exported
     from megascale_jax.cluster.job import check_command, ended_under, job_folder, keep_launch, open_journal, port_of, secure
     from megascale_jax.cluster.journal import JournalClock
     from megascale_jax.cluster.limits import Limits
@@ -161,13 +169,14 @@ def _drive(job: _Request) -> dict[str, Any] | None:
     from megascale_jax.cluster.seats import shapes_of
     from megascale_jax.cluster.status import status_of
     from megascale_jax.comm.storage import Storage
+    from megascale_jax.observe.events import EVENTS_FOLDER, Events
 
     experiment, folder, engine = job.experiment, job.folder, job.engine
     place, parallel, config, names = job_folder(folder.path), experiment.parallel, experiment.cluster, engine.names
     shapes = shapes_of(job.nodes, parallel, experiment.train.global_batch_size, shrink=config.shrink)
     if (ended := ended_under(place, engine.launch, shapes, config)) is not None:
         return {"phase": ended.phase, "outcome": ended.outcome, "exit_code": ended.exit_code}
-    with _patiently(lambda: open_journal(place, shapes, config)) as journal:
+    with _patiently(lambda: open_journal(place, shapes, config)) as journal, ExitStack() as stack:
         events = list(journal.events())
         if folder.finished(experiment) and not events:
             say(f"{folder.path} has all its steps; extend it with train.steps=N, or start anew with --fresh")
@@ -181,12 +190,27 @@ def _drive(job: _Request) -> dict[str, Any] | None:
         clock = JournalClock(max((event.at_s for event in events), default=0.0))
 
         def make(send: Callable[[str, Desired], None]) -> Driver:
-            return Driver(journal, config, shapes, names, experiment.train.steps, machines, watcher, clock, send, say)
+            events = Events(folder.path / EVENTS_FOLDER if experiment.train.events.enabled else None, role="driver")
+            stack.callback(events.close)
+            driver = Driver(journal, config, shapes, names, experiment.train.steps, machines, watcher, clock, send, say, events)
+            if job.metrics_port is not None:
+                stack.enter_context(exported(driver, _rates(experiment), job.metrics_port, say))
+            return driver
 
         rule = Rule() if config.two_persons else Rule(frozenset())
         link = Security.load(security, role="driver")
         steps = partial(published_steps, Storage(folder.place(experiment)))
         return status_of(uvloop.run(drive_job(place, link, listen, make, rule, say, saved=steps, leaves=bool(engine.launch))))
+
+
+def _rates(experiment: "Experiment") -> "Rates":
+    from megascale_jax.cluster.exporter import Rates
+    from megascale_jax.config.layout import MeshShape
+    from megascale_jax.model.flops import mfu
+
+    peak, devices = experiment.system.peak_tflops, MeshShape.of(experiment.parallel).size
+    known = None if peak is None else partial(mfu, experiment.model, devices=devices, peak_tflops=peak)
+    return Rates(experiment.tokens_per_step, known)
 
 
 def _patiently(open_it: "Callable[[], Journal]") -> "Journal":

@@ -42,6 +42,7 @@ from megascale_jax.cluster.story import told
 from megascale_jax.cluster.supply import Supply
 from megascale_jax.config.cluster import ClusterConfig
 from megascale_jax.errors import JournalError
+from megascale_jax.observe.events import Events
 
 _REPEAT_S = 5.0
 """Time after which a node is told again what it knows."""
@@ -76,10 +77,16 @@ class Driver:
         clock: Clock,
         outbox: Callable[[str, Desired], None],
         say: Callable[[str], None] = print,
+        events: Events | None = None,
     ):
-        """Read the journal: the job is where it was. Raises RunFolderError for a journal that cannot be read."""
+        """Read the journal: the job is where it was. Raises RunFolderError for a journal that cannot be read.
+
+        ``events`` are told what the journal is, and phases; the journal stays the truth.
+        """
         self.journal, self.config, self.names, self.total_steps = journal, config, names, total_steps
         self.backend, self.watcher, self.clock, self._outbox, self._say = backend, watcher, clock, outbox, say
+        self._events = events or Events(None)
+        self._phase_began_ns = self._events.clock()
         self.state = first_state(shapes)
         for event in journal.events():
             self.state = apply(self.state, event, config)
@@ -202,6 +209,7 @@ class Driver:
         self.journal.append(event)
         self._unwritten = ""
         before, self.state = self.state, apply(self.state, event, self.config)
+        self._note(event, before)
         if isinstance(event, Elapsed):
             self._stuck |= {name for name, node in self.state.nodes.items() if node.lost_at_s != before.nodes[name].lost_at_s}
         for line in told(before, self.state, event):
@@ -210,6 +218,13 @@ class Driver:
             self._first_finding_s = None
         if before.attempt != self.state.attempt:
             self._advanced, self._resumed_step = (0, self.state.saved_step, event.at_s), self.state.saved_step
+
+    def _note(self, event: Event, before: State) -> None:
+        if self._events.is_on:
+            self._events.instant(event.kind, lane="driver", step=self.state.best_step, text=event.model_dump_json())
+            if before.phase != self.state.phase:
+                began_ns, self._phase_began_ns = self._phase_began_ns, self._events.clock()
+                self._events.record(before.phase.value, began_ns, self._phase_began_ns - began_ns, lane="driver", step=before.best_step)
 
     def tell(self) -> None:
         """Say to each node what it should be doing, when that is new or was said a while ago."""

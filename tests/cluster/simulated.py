@@ -15,6 +15,7 @@ from megascale_jax.cluster.messages import Assignment, Beat, Desired, Diagnosis,
 from megascale_jax.cluster.reports import ProcessReport
 from megascale_jax.cluster.state import Shape
 from megascale_jax.config.cluster import ClusterConfig
+from megascale_jax.observe.events import Events
 from megascale_jax.observe.spike import Spike
 
 START_S, STEP_S, STOP_S, DIAGNOSE_S = 3.0, 0.5, 0.2, 0.5
@@ -68,6 +69,7 @@ class World:
     saved_step: int = 0
     rewinds: list[tuple[int, int, int]] = field(default_factory=list)
     drops: Callable[[str], bool] = lambda name: False
+    events: Events | None = None
     _numbers: itertools.count = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
@@ -82,7 +84,19 @@ class World:
         last_s = max((event.at_s for event in self.journal.events()), default=0.0)
         watcher = Watcher(self.config, Limits.of(self.config, self.journal.fact("limits")))
         clock = JournalClock(last_s, lambda: self.now)
-        args = (self.journal, self.config, self.shapes, self.names, self.total_steps, self, watcher, clock, self.tell, self.lines.append)
+        args = (
+            self.journal,
+            self.config,
+            self.shapes,
+            self.names,
+            self.total_steps,
+            self,
+            watcher,
+            clock,
+            self.tell,
+            self.lines.append,
+            self.events,
+        )
         self.driver = Driver(*args)
         for sim in self.sims.values():
             if sim.is_alive and sim.is_connected:

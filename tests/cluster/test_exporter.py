@@ -1,0 +1,72 @@
+"""What the driver tells Prometheus and the events of the run."""
+
+import json
+import urllib.request
+from functools import partial
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from megascale_jax.cluster.exporter import ADDRESS, Rates, exported
+from megascale_jax.observe.event_store import read_events
+from megascale_jax.observe.events import Events
+from tests.cluster.simulated import STEP_S, World
+from tests.cluster.test_driver import CONFIG
+
+LIMIT_S = 30
+RATES = Rates(1000, lambda tokens_per_s: tokens_per_s / 10_000)
+
+
+def scraped(port):
+    with urllib.request.urlopen(f"http://{ADDRESS}:{port}/metrics", timeout=LIMIT_S) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+        return {(sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples}
+
+
+def test_numbers_are_those_of_the_job(tmp_path):
+    world = World(tmp_path, CONFIG)
+    with exported(world.driver, RATES, 0, world.lines.append) as port:
+        before = scraped(port)
+        assert before["megascale_phase", "replacing"] == 1 and ("megascale_loss",) not in before
+        world.until_step(12)
+        world.crash("node-2")
+        world.until_step(20)
+        after = scraped(port)
+        assert (after["megascale_step",], after["megascale_steps",]) == (world.driver.step, world.total_steps)
+        assert (after["megascale_phase", "running"], after["megascale_phase", "replacing"]) == (1, 0)
+        assert (after["megascale_nodes", "assigned"], after["megascale_nodes", "ready"], after["megascale_incidents_total",]) == (4, 2, 1)
+        assert (after["megascale_attempt",], after["megascale_saved_step",]) == (2, world.driver.state.saved_step)
+        for name, beat in list(world.driver.beats.items()):
+            reports = tuple(one.model_copy(update={"step_s": STEP_S, "loss": 2.5}) for one in beat.processes)
+            world.driver.beats[name] = beat.model_copy(update={"processes": reports})
+        rates = scraped(port)
+        assert (rates["megascale_loss",], rates["megascale_tokens_per_second",], rates["megascale_mfu",]) == (
+            2.5,
+            1000 / STEP_S,
+            0.1 / STEP_S,
+        )
+    with pytest.raises(OSError, match="refused"):
+        scraped(port)
+
+
+def test_a_port_that_is_taken_costs_the_metrics_and_nothing_else(tmp_path):
+    world = World(tmp_path, CONFIG)
+    start = partial(exported, world.driver, RATES, say=world.lines.append)
+    with start(port=0) as port, start(port=port) as other:
+        assert other is None and f"no metrics at {ADDRESS}:{port}" in world.lines[-1]
+
+
+def test_decisions_and_phases_are_events(tmp_path):
+    events = Events(tmp_path / "events", role="driver")
+    (tmp_path / "job").mkdir()
+    world = World(tmp_path / "job", CONFIG, events=events)
+    world.until_step(12)
+    world.crash("node-2")
+    world.until_step(20)
+    events.close()
+    with read_events(tmp_path) as store:
+        rows = store.sql("select * from events where lane = 'driver' order by begin_ns").to_pylist()
+    spans = [row["name"] for row in rows if not row["is_instant"]]
+    assert spans == ["replacing", "restoring", "running", "suspended", "diagnosing", "replacing", "restoring"]
+    told = [json.loads(row["text"]) for row in rows if row["is_instant"]]
+    assert told == [event.model_dump(mode="json") for event in world.journal.events()]
