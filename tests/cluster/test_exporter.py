@@ -67,6 +67,6 @@ def test_decisions_and_phases_are_events(tmp_path):
     with read_events(tmp_path) as store:
         rows = store.sql("select * from events where lane = 'driver' order by begin_ns").to_pylist()
     spans = [row["name"] for row in rows if not row["is_instant"]]
-    assert spans == ["replacing", "restoring", "running", "suspended", "diagnosing", "replacing", "restoring"]
+    assert spans == ["replacing", "restoring", "running", "suspended", "diagnosing", "restoring"], "one of no length is none"
     told = [json.loads(row["text"]) for row in rows if row["is_instant"]]
     assert told == [event.model_dump(mode="json") for event in world.journal.events()]
