@@ -5,6 +5,7 @@
     |   +-- ConfigError       a YAML file, an override, or a combination of fields
     |   +-- DataError         a corpus, a tokenizer or a prepared data folder
     |   +-- RunFolderError    a run folder that belongs to another run, or is none
+    |   +-- TraceError        a trace of operations that cannot be read, or contradicts itself
     +-- CheckpointError       a checkpoint that is missing, cannot be read or is of another model
     |   +-- DamagedCheckpointError   its content is not what was written; an older one serves
     +-- StorageError          a storage that refused, lost or damaged something; an OSError too; exit code 2
@@ -36,6 +37,10 @@ class DataError(UsageError):
 
 class RunFolderError(UsageError):
     """A folder is not a run, or belongs to a run with another configuration."""
+
+
+class TraceError(UsageError):
+    """A trace of operations cannot be read, or says things that cannot all be true."""
 
 
 class CheckpointError(MegascaleError):

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megascale_jax.cli import (
+    analyze,
     audit,
     certs,
     checkpoint,
@@ -64,6 +65,7 @@ app.command("sample")(sample.sample)
 app.command("compare")(compare.compare)
 app.command("keep")(keep.keep)
 app.command("schedule")(schedule.schedule)
+app.command("analyze")(analyze.analyze)
 app.command("compile")(compile.compile_step)
 app.command("diagnose")(diagnose.diagnose)
 app.add_typer(data.app, name="data")

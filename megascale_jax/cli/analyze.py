@@ -1,0 +1,161 @@
+"""`megascale analyze`: how much slower a traced job was than it could have been, why, and on which ranks."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from megascale_jax.cli.job import wide_console
+from megascale_jax.errors import UsageError
+from megascale_jax.observe.report import check_json_path, check_output_path, write_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megascale_jax.views.causes import Findings
+    from megascale_jax.views.operations import Operations
+    from megascale_jax.views.what_if import Part, WhatIf
+
+_PICTURE_ENDINGS = (".png", ".svg", ".pdf")
+
+
+def analyze(
+    trace: Annotated[Path, typer.Argument(help="trace-X.parquet, with meta-X.yaml beside it", show_default=False)],
+    steps: Annotated[str | None, typer.Option(help="steps a <= step < b, as a:b; either may be left out", show_default="all")] = None,
+    top: Annotated[int, typer.Option(help="ranks to show in the terminal", min=0)] = 5,
+    heat_map: Annotated[
+        Path | None,
+        typer.Option(help="draw the slowdown of all ranks, data x pipe, into this file (.png, .svg or .pdf)", show_default=False),
+    ] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="also write every number to this file", show_default=False)] = None,
+) -> None:
+    """Ask a trace what would have been: how fast was the job without its stragglers, and what makes them slow?
+
+    The trace is replayed as a graph of operations that wait for each other, once as recorded and once with every operation as
+    fast as all others of its type. `slowdown` is the quotient. Ranks, stages and operation types are judged the same way: `alone` is the
+    slowdown if only that part were as recorded, `explains` the share of the loss that making it normal would win back.
+
+    `causes` name why, with shares that add up: `sequence` (micro-batches of unequal length), `stage` (unequal work by design),
+    `worker` (slower than its peers: look at that machine), `optype` (pauses, a network that flaps). What has no cause is noise.
+
+    Reads the public format of ByteDance's straggler traces. Formulas: docs/analysis.md. Exit code 2: the trace cannot be used.
+    """
+    from megascale_jax.views.causes import find_causes
+    from megascale_jax.views.straggler_trace import read_straggler_trace
+    from megascale_jax.views.what_if import WhatIf
+
+    check_json_path(json)
+    check_output_path(heat_map, "--heat-map")
+    if heat_map is not None and heat_map.suffix.lower() not in _PICTURE_ENDINGS:
+        raise UsageError(f"--heat-map {heat_map}: expected a name that ends in one of {', '.join(_PICTURE_ENDINGS)}")
+    window = parse_steps(steps)
+    what_if = WhatIf(select_steps(read_straggler_trace(trace), window))
+    findings = find_causes(what_if)
+    _show(wide_console(), what_if, findings, top)
+    if heat_map is not None:
+        _draw(what_if, findings, trace.stem, heat_map)
+        typer.echo(f"Picture: {heat_map}")
+    if json is not None:
+        write_json(json, as_data(what_if, findings))
+
+
+def parse_steps(text: str | None) -> tuple[int | None, int | None]:
+    """First step and the one after the last. Raises UsageError."""
+    if text is None:
+        return None, None
+    first, colon, last = text.partition(":")
+    try:
+        window = (int(first) if first.strip() else None, int(last) if last.strip() else None)
+    except ValueError:
+        colon = ""
+        window = (None, None)
+    if not colon:
+        raise UsageError(f"--steps {text!r}: expected a:b, such as 100:200, :200 or 100:")
+    return window
+
+
+def select_steps(operations: "Operations", window: tuple[int | None, int | None]) -> "Operations":
+    """The operations of the steps ``first <= step < last``. Raises UsageError if there is none."""
+    first, last = window
+    chosen = (operations.step >= (operations.step.min() if first is None else first)) & (
+        operations.step < (operations.step.max() + 1 if last is None else last)
+    )
+    if not chosen.any():
+        low, high = int(operations.step.min()), int(operations.step.max())
+        raise UsageError(f"--steps chooses no step of the trace, which has steps {low} to {high}")
+    return operations.rows(chosen)
+
+
+def as_data(what_if: "WhatIf", findings: "Findings") -> dict[str, object]:
+    """Everything that ``--json`` writes; times in seconds."""
+    layout = what_if.operations.layout
+    per_step = zip(what_if.steps, what_if.recorded_s, what_if.real_s, what_if.ideal_s, strict=True)
+    return {
+        "slowdown": what_if.slowdown,
+        "gaps": what_if.gaps,
+        "causes": findings.causes,
+        "unexplained": findings.unexplained,
+        "ranks": what_if.workers,
+        "stages": [{"pipe": pipe, **_numbers(part)} for pipe, part in what_if.stages.items()],
+        "optypes": [{"optype": name, **_numbers(part)} for name, part in what_if.optypes.items()],
+        "steps": [
+            {"step": step, "recorded_s": recorded, "replayed_s": real, "ideal_s": ideal, "slowdown": real / ideal}
+            for step, recorded, real, ideal in per_step
+        ],
+        "layout": layout,
+        "measures": {
+            "sequences": findings.sequences,
+            "stage_work": findings.stage_work,
+            "slow_workers": findings.slow_workers,
+        },
+    }
+
+
+def _numbers(part: "Part") -> dict[str, float | None]:
+    return {"slowdown": part.slowdown, "explained": part.explained}
+
+
+def _show(console: "Console", what_if: "WhatIf", findings: "Findings", top: int) -> None:
+    table, mesh = what_if.operations, what_if.operations.layout.mesh
+    console.print(
+        f"{what_if.steps.size} steps, {len(table):,} operations, {mesh.pipe} stages x {mesh.data} data x {mesh.tensor} tensor, "
+        f"{table.layout.schedule}",
+        highlight=False,
+    )
+    real, ideal = float(what_if.real_s.mean()), float(what_if.ideal_s.mean())
+    console.print(
+        Text.assemble(
+            ("slowdown ", "bold"),
+            (f"{what_if.slowdown:.3f}", "bold"),
+            f": a step takes {real:.3f} s, {ideal:.3f} s if all were alike; gaps between operations add {what_if.gaps - 1:.1%}\n",
+        )
+    )
+    console.print(Text("causes", style="bold"))
+    for cause in findings.causes:
+        console.print(Text(f"  {cause.share:>4.0%}  {cause.kind:<9} {cause.name}"))
+    if not findings.causes:
+        console.print(Text("  none stands out"))
+    elif abs(findings.unexplained) >= 0.005:
+        console.print(Text(f"  {findings.unexplained:>4.0%}  in no cause", style="dim"))
+    grid = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    grid.add_column("")
+    for name in ("alone", "explains"):
+        grid.add_column(name, justify="right")
+    rows: list[tuple[str, Part]] = [(f"stage {pipe}", part) for pipe, part in what_if.stages.items()]
+    rows += sorted(what_if.optypes.items(), key=lambda item: -item[1].slowdown)
+    place = "pipe {0.pipe} data {0.data}" + (" tensor {0.tensor}" if mesh.tensor > 1 else "")
+    rows += [(f"rank {worker.rank} ({place.format(worker)})", worker) for worker in what_if.workers[:top]]
+    for name, part in rows:
+        grid.add_row(name, f"{part.slowdown:.3f}", "-" if part.explained is None else f"{part.explained:.1%}")
+    console.print()
+    console.print(grid)
+
+
+def _draw(what_if: "WhatIf", findings: "Findings", name: str, path: Path) -> None:
+    from megascale_jax.views.heat_map import plot_heat_map
+
+    causes = "; ".join(f"{cause.kind} {cause.share:.0%}" for cause in findings.causes) or "no cause stands out"
+    headline = f"{name}: {what_if.slowdown:.2f} times the ideal step time"
+    plot_heat_map(what_if.workers, what_if.operations.layout.mesh, headline, causes, path)
