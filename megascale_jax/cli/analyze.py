@@ -27,7 +27,7 @@ def analyze(
     top: Annotated[int, typer.Option(help="ranks to show in the terminal", min=0)] = 5,
     heat_map: Annotated[
         Path | None,
-        typer.Option(help="draw the slowdown of all ranks, data x pipe, into this file (.png, .svg or .pdf)", show_default=False),
+        typer.Option(help="draw all ranks' slowdowns, data x pipe, into this file (.png, .svg or .pdf)", show_default=False),
     ] = None,
     json: Annotated[Path | None, typer.Option("--json", help="also write every number to this file", show_default=False)] = None,
 ) -> None:
@@ -139,6 +139,10 @@ def _show(console: "Console", what_if: "WhatIf", findings: "Findings", top: int)
         console.print(Text("  none stands out"))
     elif abs(findings.unexplained) >= 0.005:
         console.print(Text(f"  {findings.unexplained:>4.0%}  in no cause", style="dim"))
+    for slow in findings.hidden_workers:
+        console.print(
+            Text(f"  rank {slow.rank} is {slow.excess:.0%} slower than its peers in {slow.optype}, but next to nothing waits for it")
+        )
     grid = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     grid.add_column("")
     for name in ("alone", "explains"):

@@ -3,7 +3,8 @@
 A worker has lanes: one for computation, one for each direction of sending and of receiving, one for collectives. Within a lane operations
 run in the order in which they started. Between lanes:
 
-- a forward or backward pass waits for that of the virtual stage before it, and for the transfer that brings it; a send for its pass;
+- a pass waits for that of the virtual stage before it and for the transfer that brings it, a backward pass for its forward pass,
+  a send for its pass;
 - a forward pass waits for the parameters of its chunk, the gradients of a chunk for the last backward pass of that chunk before them;
 - a *barrier*, which is a collective of no single chunk or the optimizer, waits for all that its worker began before, and
   computation and collectives after it wait for it.
@@ -37,7 +38,8 @@ class Graph:
     """Operations sorted by step, worker and start, and who waits for whom.
 
     Nodes ``0`` to ``n - 1`` are the rows of ``operations``; node ``n + g`` is meeting ``g``, which takes no time. ``before`` and
-    ``after``: int64[edges], the node ``after[e]`` begins when ``before[e]`` has ended. ``meeting``: int64[n], `NONE` where a row meets nobody.
+    ``after``: int64[edges], the node ``after[e]`` begins when ``before[e]`` has ended. ``meeting``: int64[n], `NONE` where a row
+    meets nobody.
     """
 
     operations: Operations
@@ -89,14 +91,16 @@ def _check_workers(rows: "_Rows") -> None:
     if (lacks := by_step != size).any():
         step = rows.table.step[np.searchsorted(rows.step, lacks.argmax())]
         raise TraceError(
-            f"step {step} has operations of {by_step[lacks.argmax()]} workers, the layout has {size}; trace all, or choose whole steps with --steps"
+            f"step {step} has operations of {by_step[lacks.argmax()]} workers, the layout has {size}; trace all of them, or choose "
+            "whole steps with --steps"
         )
 
 
 class _Rows:
     """Columns of a sorted table that all rules need; ``segment`` numbers its (step, worker) pairs.
 
-    ``unit`` is the same for operations of one micro-batch in one chunk of a worker in a step; ``border`` is one more in the next virtual stage.
+    ``unit`` is the same for operations of one micro-batch in one chunk of a worker in a step; ``border`` is one more in the next
+    virtual stage.
     """
 
     def __init__(self, table: Operations) -> None:
@@ -150,7 +154,7 @@ def _barriers(rows: _Rows) -> list[Pair]:
 
 
 def _passes_and_transfers(rows: _Rows) -> list[Pair]:
-    """A pass waits for that of the virtual stage before it and for its receive, a send for its pass."""
+    """A pass waits for that of the virtual stage before it and for its receive, backward for forward, a send for its pass."""
     pairs = []
     for direction, back in (("forward", 1), ("backward", -1)):
         passes, receives, sends = (rows.of(name) for name in (direction, f"{direction}-recv", f"{direction}-send"))
@@ -161,7 +165,7 @@ def _passes_and_transfers(rows: _Rows) -> list[Pair]:
             (receives, _own_pass(rows, passes, receives)),
             (_own_pass(rows, passes, sends), sends),
         ]
-    return pairs
+    return [*pairs, _equal(rows.unit, rows.of("forward"), rows.unit, rows.of("backward"))]
 
 
 def _own_pass(rows: _Rows, passes: np.ndarray, transfers: np.ndarray) -> np.ndarray:

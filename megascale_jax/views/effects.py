@@ -4,10 +4,10 @@ The model is a product. A pass of type ``o`` on worker ``w`` of stage ``p`` in c
 
     typical[o, p, c] * own[o, w] * sequence[o, p, i] * noise
 
-``typical``: the (lower) median over the stage's workers of their medians, so that one slow worker does not move it. ``own``: the median of
-a worker's passes over ``typical``, divided by the lower median of the same over the stages at its place in ``data`` and ``tensor``: what is slow on
-every stage is data, not a worker. ``sequence``: what the types and stages agree on, of one micro-batch against the others of its step,
-each with its own slope, since longer sequences lengthen some stages more than others.
+``typical``: the (lower) median over the stage's workers of their medians, so that one slow worker does not move it. ``own``: the
+median of a worker's passes over ``typical``, divided by the lower median of the same over the stages at its place in ``data`` and
+``tensor``: what is slow on every stage is data, not a worker. ``sequence``: what the types and stages agree on, of one micro-batch
+against the others of its step, each with its own slope, since longer sequences lengthen some stages more than others.
 
 Failure case: few or noisy passes. A worker stands out only where its excess is `SIGMAS` standard errors, and `LEAST_EXCESS`.
 """
@@ -39,9 +39,10 @@ _MAD = 1.4826
 
 @dataclass(frozen=True)
 class SlowWorker:
-    """A worker (its number, `Operations.worker`) that takes ``excess`` longer (0.15: 15 %) than its peers for one type of pass."""
+    """A worker (its number, `Operations.worker`, and its rank) that takes ``excess`` longer (0.15: 15 %) than peers for a type of pass."""
 
     worker: int
+    rank: int
     optype: str
     excess: float
 
@@ -153,11 +154,9 @@ def _by_cell(steps: np.ndarray, cells: np.ndarray, left: np.ndarray) -> np.ndarr
     """Mean of each micro-batch over the mean of its step, less 1, float64[cells]; NaN for those that are not there."""
     counts = np.bincount(cells, minlength=steps.size)
     mean = np.bincount(cells, left, minlength=steps.size) / np.where(counts, counts, np.nan)
-    there = counts > 0
-    step_mean = np.bincount(steps[there], mean[there], minlength=steps.max() + 1) / np.maximum(
-        np.bincount(steps[there], minlength=steps.max() + 1), 1
-    )
-    return mean / step_mean[steps] - 1
+    there, count = counts > 0, int(steps.max()) + 1
+    sums, of_step = np.bincount(steps[there], mean[there], minlength=count), np.bincount(steps[there], minlength=count)
+    return mean / (sums / np.maximum(of_step, 1))[steps] - 1
 
 
 def _agreement(columns: np.ndarray, pipes: list[int]) -> float:
@@ -202,7 +201,8 @@ def _slow_workers(kinds: _Kinds, durations: np.ndarray) -> Iterator[SlowWorker]:
         between = _MAD * float(lower_medians(np.zeros(own.size, np.int64), np.abs(own - 1))[1][0])
         least = 1 + np.maximum(LEAST_EXCESS, SIGMAS * np.maximum(within, between))
         for found in np.flatnonzero(own >= least):
-            yield SlowWorker(int(workers[found]), name, float(own[found]) - 1)
+            rank = int(kinds.table.rank[rows[(place == found).argmax()]])
+            yield SlowWorker(int(workers[found]), rank, name, float(own[found]) - 1)
 
 
 def lower_medians(keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

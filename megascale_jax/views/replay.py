@@ -6,6 +6,7 @@ workers and what-ifs. Pure NumPy.
 """
 
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -57,7 +58,7 @@ class Replay:
         before, after, of = graph.before[order], graph.after[order], level[graph.after[order]]
         borders = np.searchsorted(of, np.arange(1, depth + 1))
         levels = []
-        for begin, end in zip(borders[:-1], borders[1:], strict=True):
+        for begin, end in pairwise(borders):
             nodes, first = np.unique(after[begin:end], return_index=True)
             levels.append((nodes, before[begin:end], first))
         return levels

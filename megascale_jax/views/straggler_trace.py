@@ -39,7 +39,11 @@ OPTYPE_OF = {
 _NUMBERS = ("dp_rank", "stage", "rank", "step", "mc", "mb_id")
 _SECONDS = ("start_ts", "duration")
 
+MOST_ROWS = 20_000_000
+"""Operations that are read at most; a small damaged file may claim any number."""
+
 _Size = Annotated[int, Field(ge=1, le=1_000_000)]
+_Chunks = Annotated[int, Field(ge=1, le=1_000)]
 
 
 class _Meta(BaseModel):
@@ -51,7 +55,7 @@ class _Meta(BaseModel):
     pp_size: _Size
     tp_size: _Size = 1
     dsp_size: _Size = 1
-    vpp_size: _Size = 1
+    vpp_size: _Chunks = 1
 
 
 def read_straggler_trace(path: Path) -> Operations:
@@ -96,25 +100,28 @@ def _read_meta(path: Path) -> _Meta:
 def _read_columns(path: Path) -> dict[str, np.ndarray]:
     """The columns, numbers as int64, seconds as float64, ``optype`` as our codes."""
     import pyarrow as arrow
-    from pyarrow import compute, parquet
+    from pyarrow import parquet
 
     wanted = (*_NUMBERS, "optype", *_SECONDS)
     try:
         with parquet.ParquetFile(path) as file:
             if missing := [name for name in wanted if name not in file.schema_arrow.names]:
                 raise TraceError(f"{path} has no column {', '.join(missing)}; expected {', '.join(wanted)}")
+            if file.metadata.num_rows > MOST_ROWS:
+                raise TraceError(
+                    f"{path} has {file.metadata.num_rows:,} operations, at most {MOST_ROWS:,} fit into memory; cut it by steps"
+                )
             table = file.read(columns=list(wanted)).combine_chunks()
         for name in wanted:
             if nulls := table[name].null_count:
                 raise TraceError(f"{path}: column {name} is empty in {nulls} of {table.num_rows} rows; expected a value in each")
         columns = {name: table[name].cast(arrow.int64()).to_numpy() for name in _NUMBERS}
         columns |= {name: table[name].cast(arrow.float64()).to_numpy() for name in _SECONDS}
-        names = table["optype"].cast(arrow.string())
-        found = compute.unique(names).to_pylist()
+        names = table["optype"].cast(arrow.string()).combine_chunks().dictionary_encode()
+        found = names.dictionary.to_pylist()
         if unknown := sorted(set(found) - OPTYPE_OF.keys()):
             raise TraceError(f"{path}: operation type {unknown[0]!r} is not known; known: {', '.join(OPTYPE_OF)}")
-        codes = np.array([CODES[OPTYPE_OF[name]] for name in found], np.int64)
-        columns["optype"] = codes[compute.index_in(names, value_set=arrow.array(found)).to_numpy()] if found else np.zeros(0, np.int64)
+        columns["optype"] = np.array([CODES[OPTYPE_OF[name]] for name in found], np.int64)[names.indices.to_numpy()]
     except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path} is no readable Parquet file ({error}); copy it again") from error
     return columns

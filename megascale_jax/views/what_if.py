@@ -20,10 +20,12 @@ the lesser of that of its stage and that of its place in ``data`` and ``tensor``
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 
-from megascale_jax.views.dependencies import Graph, build_graph, transfer_durations
+from megascale_jax.errors import TraceError
+from megascale_jax.views.dependencies import build_graph, transfer_durations
 from megascale_jax.views.operations import COMPUTE, OPTYPES, Operations
 from megascale_jax.views.replay import Replay
 
@@ -56,12 +58,19 @@ class WhatIf:
     """The replays of one window of steps. Raises TraceError where the table's operations do not fit together."""
 
     def __init__(self, operations: Operations) -> None:
-        self.graph: Graph = build_graph(operations)
-        self.operations = self.graph.operations
-        self._replay = Replay(self.graph)
-        self.real = transfer_durations(self.graph)
-        self.ideal = ideal_durations(self.operations, self.real)
-        self.steps = self._replay.steps
+        self._replay = Replay(build_graph(operations))
+        self._set(transfer_durations(self._replay.graph))
+
+    def _set(self, real: np.ndarray) -> None:
+        self.operations, self.steps = self._replay.graph.operations, self._replay.steps
+        self.real, self.ideal = real, ideal_durations(self.operations, real)
+
+    def with_durations(self, real: np.ndarray) -> Self:
+        """The same graph with other real durations, float64[n] in the order of `operations`."""
+        other = object.__new__(type(self))
+        other._replay = self._replay
+        other._set(real)
+        return other
 
     def step_times(self, durations: np.ndarray) -> np.ndarray:
         """Seconds of every step with these durations, float64[steps]."""
@@ -78,8 +87,11 @@ class WhatIf:
 
     @cached_property
     def ideal_s(self) -> np.ndarray:
-        """Seconds of every step with ideal durations, float64[steps]."""
-        return self.step_times(self.ideal)
+        """Seconds of every step with ideal durations, float64[steps]. Raises TraceError if a step takes no time at all."""
+        times = self.step_times(self.ideal)
+        if not times.all():
+            raise TraceError(f"step {self.steps[times == 0][0]}: all operations take no time; expected durations in seconds")
+        return times
 
     @cached_property
     def recorded_s(self) -> np.ndarray:
@@ -133,10 +145,7 @@ class WhatIf:
         found = []
         for place, row in zip(places, first, strict=True):
             pipe, data, tensor = table.layout.mesh.coordinates(int(place))
-            if exact:
-                part = self.part(table.worker == place)
-            else:
-                part = Part(min(self.stages[pipe].slowdown, replicas[data, tensor]), None)
+            part = self.part(table.worker == place) if exact else Part(min(self.stages[pipe].slowdown, replicas[data, tensor]), None)
             found.append(Worker(part.slowdown, part.explained, int(table.rank[row]), pipe, data, tensor))
         return sorted(found, key=lambda worker: (-worker.slowdown, worker.rank))
 
