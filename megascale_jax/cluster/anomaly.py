@@ -90,7 +90,7 @@ class Watcher:
         rules: Mapping[str, tuple[Mode, list[Suspicion]]] = {
             CORRUPTION: (self.config.rules.corruption, list(_corrupt(placed))),
             "exit": (self.config.rules.exit, [*_exits(placed), *self._undead(now_s, placed), *self._absent(now_s, attempt, views)]),
-            "halted": (self.config.rules.halted, list(self._halted(now_s, placed))),
+            "halted": (self.config.rules.halted, [*self._halted(now_s, placed), *_given_up(placed)]),
             "no_progress": (self.config.rules.no_progress, list(self._stuck(placed))),
             "non_finite": (self.config.rules.non_finite, list(self._non_finite(placed))),
             LOSS_SPIKE: ("observe" if self.config.rules.loss_spike == "act" and not can_rewind else self.config.rules.loss_spike, spikes),
@@ -223,6 +223,19 @@ def _exits(placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion]:
             detail=f"{what} in {process.section} of step {_next_step(process)}" + (f": {last[:160]}" if last else ""),
             is_primary=not process.is_secondary and not is_corrupt,
         )
+
+
+def _given_up(placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion]:
+    """Halted processes that others ended for want of: JAX's own limits may be shorter than ours for a step."""
+    exits = list(_exits(placed))
+    if not exits or any(exit.is_primary for exit in exits):
+        return
+    for view, process in placed:
+        if process.state == "stopped":
+            yield Suspicion(rule="halted", node=view.name, rank=process.rank, detail="stopped by a signal, and the others gave it up")
+        elif process.state == "running" and process.section not in _DEAF and (silent_s := process.silent_s or 0.0) > _SILENT_S:
+            detail = f"no thread of it has run for {silent_s:.1f} s, and the others gave it up"
+            yield Suspicion(rule="halted", node=view.name, rank=process.rank, detail=detail)
 
 
 def _corrupt(placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion]:

@@ -77,6 +77,19 @@ def test_a_hang_is_seen_within_twice_the_limit_and_named(world, how) -> None:
     assert world.driver.state.seats[3] == "node-3"
 
 
+@pytest.mark.parametrize("how", ["stopped", "frozen"])
+def test_a_halted_process_is_named_when_the_others_give_it_up_before_any_limit(world, how) -> None:
+    """JAX's coordinator in a frozen process: all others end, and say that they lost it."""
+    world.sims["node-3"].hangs = how
+    world.run(8)
+    assert world.driver.state.phase == Phase.RUNNING, "no limit is reached"
+    for name in ("node-0", "node-1", "node-2"):
+        sim = world.sims[name]
+        sim.process, sim.exit_code, sim.is_secondary, sim.ended_s = "exited", 1, True, world.now
+    world.until_step(20)
+    assert [incident.named for incident in world.driver.state.incidents] == [("node-3",)]
+
+
 def test_a_partition_is_a_lost_node(world) -> None:
     world.drops = lambda name: name == "node-0"
     world.is_alive = lambda name: None  # nobody can tell from outside
