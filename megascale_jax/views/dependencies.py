@@ -12,9 +12,10 @@ run in the order in which they started. Between lanes:
 Operations that need each other *meet*: both ends of a transfer, all members of a collective. None begins to move data before
 all of them are there. Steps are separate: each begins when its first operation may.
 
-So that a receive is never late by design, it waits for its sender and for earlier receives, not for computation before it: what
-the step would be without gaps that nobody needed. After Lin et al., "Understanding Stragglers in Large Model
-Training Using What-if Analysis", OSDI '25, whose published replays of two traces agree (docs/analysis.md).
+A receive waits for its sender, for earlier receives, and for the pass of its own direction that ended before it, whose buffer it may
+need; not for the other direction's: what the step would be without gaps that nobody needed. After Lin et al., "Understanding
+Stragglers in Large Model Training Using What-if Analysis", OSDI '25; the published replays of two traces have the same times
+(docs/analysis.md).
 
 Failure case: a transfer without its other end, or a collective that lacks a member, is refused by name: times replayed without it
 would be too short.
@@ -31,6 +32,8 @@ from megascale_jax.views.operations import CODES, COMPUTE, NONE, OPTYPES, SYNCS,
 _COMPUTE_LANE, _SYNC_LANE = 0, 1 + len(TRANSFERS)
 _LANE_OF = np.array([_COMPUTE_LANE] * len(COMPUTE) + list(range(1, _SYNC_LANE)) + [_SYNC_LANE] * len(SYNCS))
 _LANES = _SYNC_LANE + 1
+_CLOCK = 0.01
+"""Fraction of a pass by which its end may seem to lie after what followed it."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,7 @@ def _passes_and_transfers(rows: _Rows) -> list[Pair]:
             _equal(rows.border, passes, rows.border - back, passes),
             (receives, _own_pass(rows, passes, receives)),
             (_own_pass(rows, passes, sends), sends),
+            _pass_before(rows, passes, receives),
         ]
     return [*pairs, _equal(rows.unit, rows.of("forward"), rows.unit, rows.of("backward"))]
 
@@ -174,6 +178,13 @@ def _own_pass(rows: _Rows, passes: np.ndarray, transfers: np.ndarray) -> np.ndar
     if found.size != transfers.size:
         raise TraceError(f"{rows.name(int(np.setdiff1d(transfers, found)[0]))} has no pass that it belongs to; the trace lacks operations")
     return own
+
+
+def _pass_before(rows: _Rows, passes: np.ndarray, receives: np.ndarray) -> Pair:
+    """The pass of the same direction that a receive came after, if it had ended: one that overlaps had a buffer of its own."""
+    before, after = _latest_before(rows, passes, receives, rows.segment)
+    ended = rows.table.end_s[before] <= rows.table.start_s[after] + _CLOCK * rows.table.duration_s[before]
+    return before[ended], after[ended]
 
 
 def _chunks(rows: _Rows) -> list[Pair]:

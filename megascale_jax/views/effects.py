@@ -9,7 +9,8 @@ median of a worker's passes over ``typical``, divided by the lower median of the
 ``tensor``: what is slow on every stage is data, not a worker. ``sequence``: what the types and stages agree on, of one micro-batch
 against the others of its step, each with its own slope, since longer sequences lengthen some stages more than others.
 
-Failure case: few or noisy passes. A worker stands out only where its excess is `SIGMAS` standard errors, and `LEAST_EXCESS`.
+Failure case: few or noisy passes. A worker stands out only where it has `FEWEST_PASSES`, and its excess is `SIGMAS` standard errors and
+`LEAST_EXCESS`.
 """
 
 from collections.abc import Iterator
@@ -30,6 +31,9 @@ AGREEMENT = 0.8
 
 VARIATION = 0.05
 """Least relative standard deviation of micro-batches that is taken for uneven sequences."""
+
+FEWEST_PASSES = 16
+"""Passes of a type that a worker must have in the window to be compared: of fewer, noise cannot be told."""
 
 _FEWEST_MICROBATCHES = 8
 _MEDIAN_ERROR = 1.2533 * 2**0.5
@@ -200,7 +204,7 @@ def _slow_workers(kinds: _Kinds, durations: np.ndarray) -> Iterator[SlowWorker]:
         within = _MEDIAN_ERROR * _MAD * float(np.median(spread)) / np.sqrt(counts)
         between = _MAD * float(lower_medians(np.zeros(own.size, np.int64), np.abs(own - 1))[1][0])
         least = 1 + np.maximum(LEAST_EXCESS, SIGMAS * np.maximum(within, between))
-        for found in np.flatnonzero(own >= least):
+        for found in np.flatnonzero((own >= least) & (counts >= FEWEST_PASSES)):
             rank = int(kinds.table.rank[rows[(place == found).argmax()]])
             yield SlowWorker(int(workers[found]), rank, name, float(own[found]) - 1)
 

@@ -38,6 +38,8 @@ def test_the_public_traces_have_their_published_cause_first(name, first):
     assert sum(cause.share for cause in findings.causes) + findings.unexplained == pytest.approx(1.0)
     if name == "ST":
         assert findings.causes[0].pipe == 3
+    else:
+        assert findings.causes[1].kind == "stage" and findings.causes[1].share > 0.15, "sequences go first: stages keep what is theirs"
 
 
 def windows_with_noise(scale, count=200) -> Iterator[Findings]:
@@ -70,6 +72,13 @@ def test_a_worker_slow_in_backward_is_named_with_it(seed):
     cause = findings.causes[0]
     assert cause.ranks == (14,) and (cause.pipe, cause.data) == (3, 2) and list(cause.excess) == ["backward"]
     assert cause.excess["backward"] == pytest.approx(0.15, abs=0.04) and cause.share > 0.5
+
+
+def test_with_few_passes_no_worker_is_judged():
+    findings = causes_of(lambda o, p, d, *_: 2.0 if (o, p, d) == ("backward", 1, 1) else 1, Schedule(2, 1, 4), data=2, steps=3)
+    assert findings.slow_workers == ()
+    findings = causes_of(lambda o, p, d, *_: 2.0 if (o, p, d) == ("backward", 1, 1) else 1, Schedule(2, 1, 4), data=2, steps=4)
+    assert [slow.rank for slow in findings.slow_workers] == [3]
 
 
 def test_a_slow_worker_that_nothing_waits_for_is_told_but_no_cause():

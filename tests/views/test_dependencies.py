@@ -67,6 +67,22 @@ def test_a_late_receive_costs_nothing_when_its_sender_was_early():
     assert replayed(table(rows, TWO_STAGES)) == pytest.approx([1 + 0.5 + 2])
 
 
+@pytest.mark.parametrize(("posted_s", "step_s"), [(3.0, 1 + 2 + 0.5 + 2), (1.0, 1 + 2 + 2)])
+def test_a_receive_waits_for_the_pass_before_it_unless_it_was_seen_to_overlap(posted_s, step_s):
+    """Stage 1 works on the first of two micro-batches from second 1 to 3, and receives the second one after that, or meanwhile."""
+    rows = [
+        (0, 0, 0, 0, "forward", 0, 0, 0.0, 0.5),
+        (0, 0, 0, 0, "forward-send", 0, 0, 0.5, 0.5),
+        (0, 0, 0, 0, "forward", 1, 0, 0.5, 0.5),
+        (0, 0, 0, 0, "forward-send", 1, 0, 1.0, posted_s - 0.5),
+        (0, 1, 0, 0, "forward-recv", 0, 0, 0.0, 1.0),
+        (0, 1, 0, 0, "forward", 0, 0, 1.0, 2.0),
+        (0, 1, 0, 0, "forward-recv", 1, 0, posted_s, 0.5),
+        (0, 1, 0, 0, "forward", 1, 0, max(posted_s + 0.5, 3.0), 2.0),
+    ]
+    assert replayed(table(rows, TWO_STAGES)) == pytest.approx([step_s])
+
+
 def test_gradients_of_one_chunk_leave_while_another_is_still_computed_but_the_norm_waits_for_all():
     rows = [
         (0, 0, 0, 0, "backward", 0, 1, 0.0, 1.0),

@@ -60,6 +60,17 @@ def test_what_is_written_comes_back(tmp_path, public):
         np.testing.assert_array_equal(getattr(read, name), getattr(MADE, name), err_msg=name)
 
 
+def test_numbers_that_mean_nothing_are_left_out(tmp_path, public):
+    """Collectors write micro-batch 0 for what happens once a step."""
+    for column in ("mc", "mb_id"):
+        public[column] = [
+            0 if name.startswith("optimizer") else value for name, value in zip(public["optype"], public[column], strict=True)
+        ]
+    read = read_straggler_trace(write(tmp_path, public))
+    once = read.is_of("optimizer", "gradient-norm")
+    assert once.any() and (read.chunk[once] == NONE).all() and (read.microbatch[once] == NONE).all()
+
+
 def test_devices_behind_a_worker_are_counted(tmp_path, public):
     assert read_straggler_trace(write(tmp_path, public, tp_size=4, dsp_size=2)).layout.devices_per_worker == 8
 
