@@ -3,6 +3,7 @@
 import json
 import resource
 import shutil
+import time
 from dataclasses import replace
 
 import pytest
@@ -180,21 +181,27 @@ def test_run_that_was_removed_leaves_nothing_to_resume_from(prepared, tmp_path):
     assert run(tiny(steps=1), prepared, path).summary.resumed_from is None
 
 
+def kept_by_keeper(path):
+    with read_events(path) as store:
+        rows = store.sql("select name, step, text from events where lane = 'keeper'").to_pylist()
+        return {(row["name"], row["step"]): row["text"] for row in rows}
+
+
 def test_events_tell_the_way_of_a_run_and_of_its_continuation(prepared, tmp_path):
     path, config = tmp_path / "run", tiny()
     for number, stop_at in enumerate((7, None)):
         marks = Marks(attempt=number, events=Events(path / "events", attempt=number, begins=False))
         run(config, prepared, path, StopAt(stop_at), marks=marks, fresh=number == 0)
         marks.close()
+    saves = {(name, step) for name in ("copying", "writing", "publication") for step in (4, 8, 9)}
+    limit = time.monotonic() + 30
+    while not saves <= (told := kept_by_keeper(path)).keys() and time.monotonic() < limit:
+        time.sleep(0.1)  # the keeper writes each second, and when it ends
+    assert told.keys() == saves and all(json.loads(text)["bytes"] > 0 for text in told.values())
     with read_events(path) as store:
         rows = store.sql("select * from events where role = 'trainer' and name <> 'clock anchor' order by begin_ns").to_pylist()
-        kept = store.sql("select name, step, text from events where lane = 'keeper' order by begin_ns").to_pylist()
         facts = [file.facts for file in store.files if file.facts.role == "trainer"]
         assert store.notes == ()
-    assert {(row["name"], row["step"]) for row in kept} == {
-        (name, step) for name in ("copying", "writing", "publication") for step in (4, 8, 9)
-    }
-    assert all(json.loads(row["text"])["bytes"] > 0 for row in kept)
 
     def steps(name, attempt):
         return [row["step"] for row in rows if (row["name"], row["attempt"]) == (name, attempt)]
