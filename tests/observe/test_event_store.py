@@ -29,14 +29,14 @@ INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
 NUMBERS = ("device", "step", "tick", "microbatch", "chunk")
 
 
-def write(folder, *, closed=True, **given):
+def write(folder, *, closed=True, devices_ns=20, **given):
     """One process with two host spans and 100 rows of devices."""
     out = Events(folder / "events", **given)
     out.record("data", 10, 5, step=1)
     out.many(
         name="forward",
         lane="compute",
-        begin_ns=np.arange(100) + 20,
+        begin_ns=np.arange(100) + devices_ns,
         duration_ns=1,
         device=np.arange(100) % 4,
         step=np.arange(100) // 50 + 1,
@@ -288,7 +288,7 @@ def test_only_one_compaction_works(tmp_path):
 
 def test_rows_of_devices_go_first_and_deletions_are_on_record(tmp_path):
     for attempt in range(3):
-        write(tmp_path, attempt=attempt)
+        write(tmp_path, attempt=attempt, devices_ns=time.monotonic_ns() + 10**12)  # newer than all else, and go first all the same
     compact(tmp_path)
     host, detail = files(tmp_path, f"*0{PARQUET}"), files(tmp_path, f"*{DETAIL}")
     size = sum(path.stat().st_size for path in (*host, *detail))

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 
 from megascale_jax.observe import event_segments, events
+from megascale_jax.observe.event_files import read_stream
 from megascale_jax.observe.event_segments import FACTS, Facts
 from megascale_jax.observe.events import ANCHOR, DROPPED, LANES, OTHER_NAME, Events
 
@@ -266,6 +267,7 @@ def test_a_full_disk_stops_events_and_nothing_else(tmp_path, opened, disk, caplo
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2 and "cannot be written" in said[0] and "30 were lost" in said[1]
     assert not list((tmp_path / "events").glob(".*")), "no piece of a segment stays"
+    assert [read_stream(path).note for path in segments(tmp_path)] == [""] * (1 + has_begun), "nor of a batch"
 
 
 def test_a_disk_that_hangs_costs_no_memory_and_no_time(tmp_path, opened, monkeypatch):
