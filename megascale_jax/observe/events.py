@@ -1,7 +1,7 @@
 """Events of a process: what it did when, appended to files of its own that survive its crash. No JAX.
 
 A *span* has a begin and a duration, an *instant* a begin alone; times are nanoseconds of CLOCK_MONOTONIC, which all processes of a host
-share. The caller pays about half a microsecond: a record is packed into a buffer, and a thread makes Arrow of it each second
+share. The caller pays less than a microsecond: a record is packed into a buffer, and a thread makes Arrow of it each second
 (`event_segments.py`). A killed process loses what was not flushed, at most the last `FLUSH_S` or so.
 
 Nothing here waits for a disk or raises for one. Memory is bounded: what a full or slow disk does not take is dropped and counted, which
