@@ -110,7 +110,7 @@ def _write(path: Path, table: pa.Table, stream: Stream, note: str) -> None:
     """A Parquet file, whole or not at all."""
     assert stream.facts is not None
     facts, summary = stream.facts.model_dump_json().encode(), summary_of(table, note).model_dump_json().encode()
-    hidden = path.with_name(f".{path.name}")
+    hidden, words = path.with_name(f".{path.name}"), [name for name in STORED.names if name not in _TIMES]
     try:
         descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "wb") as sink:
@@ -119,7 +119,7 @@ def _write(path: Path, table: pa.Table, stream: Stream, note: str) -> None:
                 sink,
                 row_group_size=ROW_GROUP,
                 compression="zstd",
-                use_dictionary=[name for name in STORED.names if name not in _TIMES],
+                use_dictionary=words,  # pyright: ignore[reportArgumentType]  (names of columns too, which its stubs do not know)
                 column_encoding=dict.fromkeys(_TIMES, "DELTA_BINARY_PACKED"),
             )
             sink.flush()
