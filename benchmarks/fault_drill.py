@@ -27,36 +27,44 @@ def main(
     faults: Annotated[int, typer.Option(min=1, help="faults of this slice")] = 16,
     seed: Annotated[int, typer.Option(min=0, help="of this slice")] = 0,
     pause_s: Annotated[float, typer.Option(min=0, help="seconds of training before each fault")] = 10.0,
+    kinds: Annotated[list[str] | None, typer.Option("--kind", help="instead: these faults, in this order")] = None,
     limit_s: Annotated[int, typer.Option(min=60, help="longest that the slice may take")] = 3600,
 ) -> None:
     """Run a slice. Exit code 1 when a fault was not healed, a node wrongly named or evicted, or a loss differs."""
+    own = "".join(f" --kind {kind}" for kind in kinds) if kinds else f" --faults {faults} --seed {seed}"
+    record = birth_certificate(ROOT, f"python benchmarks/fault_drill.py{own} --pause-s {pause_s:g} --json PATH") | {"seed": seed}
+    with tempfile.TemporaryDirectory(prefix="fault-drill-") as folder:
+        what = [str(scenario_of(kinds, Path(folder)))] if kinds else ["--faults", str(faults), "--seed", str(seed)]
+        code, seen = drilled([*what, "--pause-s", str(pause_s)], limit_s)
+    append(json_path, record | seen, "# Faults of a driven run: quickstart on four local nodes and two spares")
+    raise SystemExit(code)
+
+
+def scenario_of(kinds: list[str], folder: Path) -> Path:
+    """A file that names these faults, each on the next rank."""
+    path = folder / "scenario.yaml"
+    path.write_text("".join(f"- {{kind: {kind}, node: {number}}}\n" for number, kind in enumerate(kinds)))
+    return path
+
+
+def drilled(arguments: list[str], limit_s: float) -> tuple[int, dict[str, Any]]:
+    """Exit code of `megascale drill`, and what it saw; ends with its code when it saw nothing."""
     with tempfile.TemporaryDirectory(prefix="fault-drill-", ignore_cleanup_errors=True) as folder:
         seen = Path(folder) / "drill.json"
-        command = [
-            sys.executable,
-            "-m",
-            "megascale_jax.cli.main",
-            "drill",
-            "--faults",
-            str(faults),
-            "--seed",
-            str(seed),
-            "--pause-s",
-            str(pause_s),
-            "--json",
-            str(seen),
-        ]
+        command = [sys.executable, "-m", "megascale_jax.cli.main", "drill", *arguments, "--json", str(seen)]
         code = subprocess.run(command, cwd=ROOT, timeout=limit_s, check=False).returncode
         if not seen.is_file():
             raise SystemExit(code or 1)
-        slice_ = json.loads(seen.read_text())
-    own = f"python benchmarks/fault_drill.py --faults {faults} --seed {seed} --pause-s {pause_s:g} --json PATH"
-    result = json.loads(json_path.read_text()) if json_path.is_file() else {"slices": []}
-    result["slices"].append(birth_certificate(ROOT, own) | {"seed": seed} | slice_)
+        return code, json.loads(seen.read_text())
+
+
+def append(path: Path, slice_: dict[str, Any], title: str) -> None:
+    """Add a slice to a result, and write the table of all beside it."""
+    result = json.loads(path.read_text()) if path.is_file() else {"slices": []}
+    result["slices"].append(slice_)
     result |= total(result["slices"])
-    json_path.write_text(json.dumps(result, indent=1) + "\n")
-    json_path.with_suffix(".md").write_text(table(result))
-    raise SystemExit(code)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    path.with_suffix(".md").write_text(table(result, title))
 
 
 def total(slices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -80,13 +88,14 @@ def effective(interrupted: list[dict[str, Any]]) -> float | None:
     return 1 - lost_s / BETWEEN_FAULTS_S
 
 
-def table(result: dict[str, Any]) -> str:
+def table(result: dict[str, Any], title: str) -> str:
     """The result as Markdown."""
     last = result["slices"][-1]
     lines = [
-        "# Faults of a driven run: quickstart on four local nodes and two spares",
+        title,
         "",
-        f"*Measured*, {last['date']}, commit {last['commit']}, {last['hardware']}; {len(result['slices'])} slice(s), the last:",
+        f"*Measured*, {last['date']}, commit {last['commit']}, {last['hardware']}, load before {last['load_before'][0]:.1f}; "
+        f"{len(result['slices'])} slice(s), the last:",
         f"`{last['command']}`",
         "",
         f"{result['injected']} injected, {result['recovered']} recovered without a hand; right node named in "
@@ -109,7 +118,10 @@ def table(result: dict[str, Any]) -> str:
         if healed:
             spans[-1] += f" ({max(fault['total_s'] for fault in healed):.1f})"
         lines.append(f"| {kind} | {len(group)} | {sum(fault['recovered'] for fault in group)} | {right} | {' | '.join(spans)} |")
-    lines += ["", "Two cores hold six nodes: starting four processes is what a recovery costs here. CPU times say nothing about GPUs.", ""]
+    for fault in faults:
+        if measured := fault.get("measured"):
+            lines += ["", f"{fault['kind']}: {', '.join(f'{name[:-2]} {seconds:.1f} s' for name, seconds in measured.items())}."]
+    lines += ["", "Two cores hold all nodes: starting processes is what a recovery costs here. CPU times say nothing about GPUs.", ""]
     return "\n".join(lines)
 
 

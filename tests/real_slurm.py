@@ -7,13 +7,15 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "scontrol", "sinfo", "squeue", "srun", "salloc", "sbatch", "scancel")
+ROOT = Path(__file__).parents[1]
 START_LIMIT_S, END_LIMIT_S, COMMAND_LIMIT_S = 40.0, 20.0, 30.0
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
@@ -25,11 +27,21 @@ def missing_programs() -> list[str]:
 
 @dataclass(frozen=True)
 class RealSlurm:
-    """A running cluster. ``environment``: what its commands need."""
+    """A running cluster. ``environment``: what its commands need; ``started``: its daemons."""
 
     folder: Path
     names: tuple[str, ...]
     environment: Mapping[str, str]
+    started: list["subprocess.Popen[bytes]"] = field(default_factory=list)
+
+    def start(self, *command: str | Path) -> None:
+        """Start a daemon, which ends with the cluster."""
+        with (self.folder / "daemons.log").open("ab") as log:
+            self.started.append(subprocess.Popen(command, env=self.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL))
+
+    def start_node(self, name: str) -> None:
+        """Start a node's daemon."""
+        self.start("slurmd", "-D", "-f", self.folder / "slurm.conf", "-N", name)
 
     def ask(self, *command: str) -> str:
         """Output of a Slurm command."""
@@ -41,6 +53,28 @@ class RealSlurm:
         """State of each node, such as IDLE+DRAIN."""
         lines = self.ask("sinfo", "--noheader", "--Node", "--Format=NodeList:20,StateComplete:60").splitlines()
         return {line.split()[0]: line.split()[1].upper() for line in lines}
+
+    def submit_drive(self, folder: Path, nodes: int, run: Path, *arguments: str, log: Path, **variables: str) -> tuple["RealSlurm", str]:
+        """Submit `launch/slurm-drive.sbatch` with this Python's `megascale`; the cluster as the job's user sees it, and the job's number.
+
+        ``variables`` come on top of an environment without any of XLA, JAX or this project.
+        """
+        program = folder / "bin" / "megascale"
+        program.parent.mkdir()
+        program.write_text(f'#!/bin/sh\nexec {sys.executable} -m megascale_jax.cli.main "$@"\n')
+        program.chmod(0o755)
+        environment = {name: value for name, value in self.environment.items() if not name.startswith(("XLA", "JAX", "MEGASCALE"))}
+        environment |= {"PATH": f"{program.parent}:{environment['PATH']}", "PYTHONPATH": str(ROOT), **variables}
+        options = ["--parsable", "--gpus-per-node=0", f"--output={log}", f"--nodes={nodes}", "--chdir", str(folder)]
+        script = [
+            str(ROOT / "launch/slurm-drive.sbatch"),
+            *arguments,
+            f"cluster.slurm.node_folder={run}/cluster/nodes",
+            "--run-folder",
+            str(run),
+        ]
+        seen = replace(self, environment=environment)
+        return seen, seen.ask("sbatch", *options, *script).strip()
 
     def daemon(self, name: str) -> int:
         """Process number of a node's slurmd."""
@@ -55,26 +89,20 @@ def real_slurm(folder: Path, nodes: int) -> Iterator[RealSlurm]:
     for name in [name for name in environment if name.startswith(("SLURM_JOB", "SLURM_STEP"))]:
         del environment[name]
     _configure(folder, names)
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start(*command: str | Path) -> None:
-        with (folder / "daemons.log").open("ab") as log:
-            started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL))
-
     slurm = RealSlurm(folder, names, environment)
     try:
         options = [f"--{kind}-file={folder / f'munge.{kind}'}" for kind in ("key", "pid", "log", "seed")]
-        start("munged", "--foreground", "--force", f"--socket={folder / 'munge.socket'}", *options)
-        start("slurmctld", "-D", "-f", folder / "slurm.conf")
+        slurm.start("munged", "--foreground", "--force", f"--socket={folder / 'munge.socket'}", *options)
+        slurm.start("slurmctld", "-D", "-f", folder / "slurm.conf")
         for name in names:
-            start("slurmd", "-D", "-f", folder / "slurm.conf", "-N", name)
+            slurm.start_node(name)
         limit = time.monotonic() + START_LIMIT_S
         while set(_try_states(slurm).values()) != {"IDLE"}:
             assert time.monotonic() < limit, "\n".join(log.read_text(errors="replace")[-2000:] for log in folder.glob("*.log"))
             time.sleep(0.2)
         yield slurm
     finally:
-        _end(slurm, started)
+        _end(slurm)
 
 
 def _configure(folder: Path, names: Sequence[str]) -> None:
@@ -123,15 +151,15 @@ def _try_states(slurm: RealSlurm) -> dict[str, str]:
         return {"": "unreachable"}
 
 
-def _end(slurm: RealSlurm, started: list[subprocess.Popen[bytes]]) -> None:
+def _end(slurm: RealSlurm) -> None:
     with suppress(AssertionError, subprocess.TimeoutExpired):
         slurm.ask("scancel", "--user", getpass.getuser())
         limit = time.monotonic() + END_LIMIT_S
         while slurm.ask("squeue", "--noheader") and time.monotonic() < limit:
             time.sleep(0.2)
-    for process in reversed(started):
+    for process in reversed(slurm.started):
         process.send_signal(signal.SIGTERM)
-    for process in started:
+    for process in slurm.started:
         try:
             process.wait(END_LIMIT_S)
         except subprocess.TimeoutExpired:

@@ -23,6 +23,8 @@ _OVERRIDES = (
     *("cluster.strikes=1000", "cluster.max_evictions=1000", "cluster.fruitless_recoveries=50"),
 )
 """A run without an end; one node may be hit again and again without being bad."""
+_COMPILES_ANEW = ("cluster.floors.compile=60",)
+"""With the default of half an hour, the limit that was learned from the run would never be the one that counts."""
 _SHRINKS = ("cluster.shrink=true", "cluster.wait_s=5")
 
 
@@ -54,30 +56,35 @@ def drill(
 
     Kinds: `process_killed`, `_halted` (SIGSTOP), `_frozen` (alive and stuck), `_slowed`; `executor_killed`, `_halted`; `beats_delayed`,
     `beats_dropped`, `node_partitioned`; `driver_killed`; `node_down`, `node_flapping`, `spares_exhausted`, `shrunk`; `disk_full`;
-    `checkpoint_corrupt`, `silent_corruption`. What cannot be done here is said, with the reason.
+    `checkpoint_corrupt`, `silent_corruption`; `compile_slow` (only in a scenario: no process then starts with programs that an earlier one
+    has compiled). What cannot be done here is said, with the reason.
 
     Exit code 0: every fault was healed, the right node was named, no healthy one was evicted, all losses are as without faults; else 1.
     """
     from megascale_jax.cluster.drill import losses
     from megascale_jax.cluster.drilled import OwnJob, RunningJob
+    from megascale_jax.cluster.faults import KINDS
     from megascale_jax.observe.report import check_json_path, write_json
 
     check_json_path(json)
     if attach is not None and scenario is None:
         raise UsageError("--attach hurts a run that is somebody's: name its faults in a scenario file, such as `- kind: process_killed`")
+    chosen = _scenario(scenario, KINDS) if scenario is not None else None
+    compiles = any(kind == "compile_slow" for kind, _ in chosen or ())
     with tempfile.TemporaryDirectory(prefix="megascale-drill-", ignore_cleanup_errors=True) as temporary:
         if attach is not None:
-            found = _injected(RunningJob(attach), scenario, faults, seed, pause_s)
+            found = _injected(RunningJob(attach), chosen, faults, seed, pause_s)
         else:
             place = (run_folder or Path(temporary) / "run").absolute()
             place.parent.mkdir(parents=True, exist_ok=True)
             command = [sys.executable, "-m", "megascale_jax.cli.main", "drive", experiment, *_OVERRIDES, *(_SHRINKS if shrink else ())]
+            command += _COMPILES_ANEW if compiles else ()
             command += ["--nodes", str(nodes), "--spares", str(spares)]
-            job = OwnJob(place, command, is_ours=run_folder is None, shrinks=shrink)
+            job = OwnJob(place, command, is_ours=run_folder is None, shrinks=shrink, compiles_anew=compiles)
             say(f"{experiment} on {nodes} nodes and {spares} spares; the driver's words: {job.log}")
             try:
                 job.start()
-                found = _injected(job, scenario, faults, seed, pause_s)
+                found = _injected(job, chosen, faults, seed, pause_s)
                 if json is not None:  # the run without faults may take long, or fail
                     write_json(json, found)
                 if reference and not found["ended_early"]:
@@ -92,15 +99,14 @@ def drill(
         raise typer.Exit(1)
 
 
-def _injected(job: "OwnJob | RunningJob", scenario: Path | None, faults: int, seed: int, pause_s: float) -> dict[str, Any]:
+def _injected(job: "OwnJob | RunningJob", scenario: list[tuple[str, int]] | None, faults: int, seed: int, pause_s: float) -> dict[str, Any]:
     """Inject and end; what was seen, also when the job did not live to see the last fault."""
     from megascale_jax.cluster.drill import Drill, summary
-    from megascale_jax.cluster.faults import KINDS, draw
+    from megascale_jax.cluster.faults import draw
 
     run, broken = Drill(job, say), ""
     try:
-        chosen = _scenario(scenario, KINDS) if scenario is not None else draw(faults, seed, run.kinds())
-        for kind, choice in chosen:
+        for kind, choice in scenario if scenario is not None else draw(faults, seed, run.kinds()):
             run.run(kind, choice, pause_s)
     except (MegascaleError, OSError) as error:  # what was seen before counts all the same
         if not run.records:

@@ -12,12 +12,17 @@ from pathlib import Path
 _NAME = re.compile(r"attempt-\d+(-\d+)?")
 
 
+def attempt_folder(node: Path, attempt: int) -> Path:
+    """Where a node keeps logs and marks of an attempt."""
+    return node / f"attempt-{attempt:04}"
+
+
 def begin_folder(node: Path, attempt: int, kept: int) -> Path:
     """An empty folder for an attempt's logs and marks; of the earlier ones, those that changed last stay, ``kept`` with the new one.
 
     Raises OSError when it cannot be made; an old one that cannot be removed is left.
     """
-    folder = node / f"attempt-{attempt:04}"
+    folder = attempt_folder(node, attempt)
     if folder.exists():
         folder.rename(next(aside for number in count(1) if not (aside := node / f"{folder.name}-{number}").exists()))
     folder.mkdir(parents=True)

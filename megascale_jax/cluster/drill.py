@@ -14,12 +14,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megascale_jax.cluster.faults import KINDS, Fault, Injury, Job
+from megascale_jax.cluster.faults import KINDS
+from megascale_jax.cluster.injury import Fault, Injury, Job, nothing
 from megascale_jax.errors import UsageError
 
 POLL_S = 0.2
-RECOVER_LIMIT_S = 300.0
-"""Longest that a fault may hold the training up before it counts as not recovered."""
+STEADY_LIMIT_S = 300.0
+"""Longest wait for a job that trains."""
 SETTLED_STEPS = 3
 
 
@@ -50,6 +51,8 @@ class Record:
     """Limit of a step when it was injected, as learned from the run."""
     step_s: float | None = None
     """What a step took then."""
+    measured: dict[str, float] = field(default_factory=dict)
+    """What only this kind has, seconds."""
     note: str = ""
 
 
@@ -92,7 +95,7 @@ class Drill:
         finally:
             injury.undo()
         if after is None:
-            record.note = f"not over after {RECOVER_LIMIT_S:.0f} s"
+            record.note = f"not over after {fault.limit_s:.0f} s"
         else:
             self._note(record, injury, after, known, began_s)
             record.total_s = self.clock() - at if record.total_s is None else record.total_s
@@ -102,7 +105,7 @@ class Drill:
 
     def _steady(self, pause_s: float, steps: int) -> dict[str, Any]:
         """The status once the job runs, has a checkpoint to spare, and has gone on for a while."""
-        limit, since, step = self.clock() + RECOVER_LIMIT_S, self.clock(), None
+        limit, since, step = self.clock() + STEADY_LIMIT_S, self.clock(), None
         while self.clock() < limit:
             status = self.job.status()
             if status is None or status["phase"] != "running" or any(not status["nodes"][n]["processes"] for n in status["seats"]):
@@ -118,13 +121,13 @@ class Drill:
 
     def _until_over(self, fault: Fault, injury: Injury, before: dict[str, Any]) -> dict[str, Any] | None:
         """The status once every interruption is over and training went on for a few steps with nothing being hurt any more."""
-        limit, seats, steps = self.clock() + RECOVER_LIMIT_S, len(before["seats"]), set[int]()
+        limit, seats, steps = self.clock() + fault.limit_s, len(before["seats"]), set[int]()
         while self.clock() < limit:
             status = self.job.status()
             if injury.is_enough is not None:
                 if injury.is_enough(status):
                     injury.undo()
-                    injury.undo, injury.is_enough = _nothing, None
+                    injury.undo, injury.is_enough = nothing, None
                     steps.clear()
             elif status is None or status["phase"] != "running" or len(status["seats"]) < seats:
                 steps.clear()
@@ -142,8 +145,13 @@ class Drill:
         record.observed = [text for at_s, text in status["observed"] if at_s > began_s]
         if (rule := KINDS[record.kind].looks_for) is not None and not incidents and not any(rule in text for text in record.observed):
             record.note = f"{rule} did not see it"
-        record.recovered = not record.note
         evicted = {name for incident in incidents for name in incident["evicted"]}
+        wanted = KINDS[record.kind].interruptions
+        if wanted is not None and (len(incidents) != wanted or evicted):
+            what = "; ".join(incident["text"] for incident in incidents)
+            record.note = f"{len(incidents)} interruption(s), expected {wanted}, and no eviction: {what}"
+        record.note, record.measured = record.note or injury.amiss(), injury.measured
+        record.recovered = not record.note
         record.healthy_evicted = sorted(evicted - injury.nodes)
         if not incidents:
             return
@@ -161,10 +169,6 @@ class Drill:
 
 def _new(status: dict[str, Any], known: int) -> list[dict[str, Any]]:
     return [incident for incident in status["incidents"] if incident["number"] > known]
-
-
-def _nothing() -> None:
-    return None
 
 
 def summary(records: Sequence[Record]) -> dict[str, Any]:
@@ -220,13 +224,14 @@ def compared(broken: dict[int, float | None], whole: dict[int, float | None], to
 
 def _line(record: Record) -> str:
     where = f" on {record.node}" if record.node else ""
+    measured = "".join(f", {name} {seconds:.1f}" for name, seconds in record.measured.items())
     if not record.recovered:
-        return f"{record.kind}{where} at step {record.step}: NOT recovered; {record.note}"
+        return f"{record.kind}{where} at step {record.step}: NOT recovered; {record.note}{measured}"
     if record.detected_s is None:
         said = record.note or "; ".join(record.observed)
         return f"{record.kind}{where} at step {record.step}: training went on{f'; {said}' if said else ''}"
     verdict = {True: "right node named", False: f"WRONG: named {', '.join(record.named) or 'none'}", None: ""}[record.right_node_named]
     return (
         f"{record.kind}{where} at step {record.step}: detected in {record.detected_s:.1f} s, training after {record.total_s:.1f} s, "
-        f"{record.steps_lost} step(s) again; {verdict}"
+        f"{record.steps_lost} step(s) again; {verdict}{measured}"
     )

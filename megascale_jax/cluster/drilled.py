@@ -1,6 +1,7 @@
 """Jobs under drill: one that the drill starts for itself, as a user would, and one that runs already."""
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -12,11 +13,13 @@ from typing import Any
 import psutil
 
 from megascale_jax.cluster.asking import ask_driver
-from megascale_jax.cluster.backends.local import NODES_FOLDER, end_executors
+from megascale_jax.cluster.backends.local import NODES_FOLDER, LocalPower, end_executors
 from megascale_jax.cluster.driver_process import DRIVER_FILE, driver_pid
+from megascale_jax.cluster.injury import Power
 from megascale_jax.cluster.job import job_folder
 from megascale_jax.cluster.ports import free_ports
 from megascale_jax.cluster.proxy import Proxy
+from megascale_jax.cluster.slow_compile import CACHE
 from megascale_jax.cluster.small_disk import mount_small_disk, unmount
 from megascale_jax.errors import MegascaleError, UsageError
 from megascale_jax.observe.marks import DRILL
@@ -26,6 +29,8 @@ END_S = 60.0
 SUCCESSOR_S = 20.0
 """Time in which whatever looks after a driver that was killed may start another one."""
 DISK_BYTES = 2 << 30
+_ELSEWHERE = ("slurm", "kubernetes")
+"""Backends whose nodes are, by their nature, other machines."""
 
 
 class OwnJob:
@@ -33,14 +38,15 @@ class OwnJob:
 
     flips_bits = True
 
-    def __init__(self, folder: Path, command: Sequence[str], *, is_ours: bool, shrinks: bool = False):
+    def __init__(self, folder: Path, command: Sequence[str], *, is_ours: bool, shrinks: bool = False, compiles_anew: bool = False):
         """Nodes reach their driver through a proxy; with ``is_ours`` the folder is the drill's, and a small disk where one may be mounted.
 
         Raises UsageError when the folder is there already.
         """
-        self.folder, self.shrinks = folder, shrinks
+        self.folder, self.shrinks, self.compiles_anew = folder, shrinks, compiles_anew
+        self.power: Power | None = LocalPower(job_folder(folder) / NODES_FOLDER)
         self.log = folder.parent / f"{folder.name}.driver.log"
-        self._environment = dict(os.environ) | {DRILL: "1"}
+        self._environment = dict(os.environ) | {DRILL: "1"} | ({CACHE: "false"} if compiles_anew else {})
         self._driver: subprocess.Popen[bytes] | None = None
         port = free_ports("127.0.0.1", 1)[0]
         self.proxy: Proxy | None = Proxy(("127.0.0.1", port))
@@ -101,14 +107,18 @@ class RunningJob:
     """A job that somebody started, with its driver and its nodes on this machine. Nothing of it is ended here."""
 
     proxy: Proxy | None = None
-    has_small_disk = False
     shrinks = False
-    flips_bits = False
 
     def __init__(self, folder: Path):
-        """Raises RunFolderError when no driver has that folder."""
+        """Raises RunFolderError when no driver has that folder, UsageError when it does not run on this machine."""
         self.folder = folder
-        driver_pid(job_folder(folder))
+        driver = self._driver()
+        command, environment = driver.cmdline(), driver.environ()
+        is_local = not any(word.removeprefix("--backend=") in _ELSEWHERE for word in command)
+        self.power: Power | None = LocalPower(job_folder(folder) / NODES_FOLDER) if is_local else None
+        self.has_small_disk = folder.is_mount() and shutil.disk_usage(folder).total <= DISK_BYTES
+        self.flips_bits = DRILL in environment
+        self.compiles_anew = environment.get(CACHE) == "false"
 
     def status(self) -> dict[str, Any] | None:
         """What the driver says; ``None`` while there is none."""
@@ -116,24 +126,40 @@ class RunningJob:
 
     def kill_driver(self) -> None:
         """SIGKILL; its very command again if nothing else starts one."""
-        place = job_folder(self.folder)
-        driver = psutil.Process(driver_pid(place))
-        command, folder, environment = driver.cmdline(), driver.cwd(), driver.environ()
-        if "drive" not in command:
-            raise UsageError(f"process {driver.pid} is no driver: that of {self.folder} does not run on this machine")
+        driver = self._driver()
+        command, folder, environment, parent = driver.cmdline(), driver.cwd(), driver.environ(), driver.parent()
         driver.kill()
         driver.wait(END_S)
-        (place / DRIVER_FILE).unlink(missing_ok=True)
+        (job_folder(self.folder) / DRIVER_FILE).unlink(missing_ok=True)
         limit = time.monotonic() + SUCCESSOR_S
         while time.monotonic() < limit:
-            if (place / DRIVER_FILE).exists():
+            if (job_folder(self.folder) / DRIVER_FILE).exists() or _has_child(parent, command):
                 return
             time.sleep(0.2)
         command = [word for word in command if word != "--fresh"]  # it counts for the first driver alone
         subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
 
+    def _driver(self) -> psutil.Process:
+        pid = driver_pid(job_folder(self.folder))
+        with suppress(psutil.Error):
+            driver = psutil.Process(pid)
+            if "drive" in driver.cmdline():
+                return driver
+        raise UsageError(f"process {pid} is no driver: that of {self.folder} does not run on this machine")
+
     def end(self) -> None:
         """It goes on."""
+
+
+def _has_child(parent: psutil.Process | None, command: Sequence[str]) -> bool:
+    """Whether whatever had started a driver has started another one, which may take long to say where it is."""
+    wanted = [word for word in command if word != "--fresh"]
+    with suppress(psutil.Error):
+        for child in parent.children() if parent is not None else ():
+            with suppress(psutil.Error):
+                if [word for word in child.cmdline() if word != "--fresh"] == wanted:
+                    return True
+    return False
 
 
 def _status(folder: Path) -> dict[str, Any] | None:

@@ -6,19 +6,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
 from megascale_jax.checkpoint.manifest import published_steps
 from megascale_jax.cluster.asking import ask_driver
-from megascale_jax.cluster.backends.local import executor_process, switch_off, switch_on
+from megascale_jax.cluster.attempts import attempt_folder
+from megascale_jax.cluster.backends.local import executor_process
 from megascale_jax.cluster.freezer import freezer_root, frozen, slowed
+from megascale_jax.cluster.injury import Fault, Injury, Job, Power, nothing
 from megascale_jax.cluster.lifecycle import NodeStatus
-from megascale_jax.cluster.proxy import Proxy
+from megascale_jax.cluster.slow_compile import CACHE, TIMES, SlowCompile
 from megascale_jax.cluster.small_disk import filled
 from megascale_jax.errors import MegascaleError, UsageError
 from megascale_jax.observe.marks import FLIP
@@ -33,57 +34,6 @@ SHRUNK_STEPS = 3
 TWO_CHECKPOINTS_S = 120.0
 FLAPS_S = (3.0, 4.0, 3.0)
 """Without power, with it, without it again."""
-
-
-class Job(Protocol):
-    """A job under drill."""
-
-    folder: Path
-    """Its run folder."""
-    proxy: Proxy | None
-    """Relays between its nodes and its driver; ``None``: it was started without one."""
-    has_small_disk: bool
-    """Its folder is a disk of its own, which may be filled."""
-    shrinks: bool
-    """It may go on with fewer nodes."""
-    flips_bits: bool
-    """Its processes flip a bit of their state when they are asked to."""
-
-    def status(self) -> dict[str, Any] | None:
-        """What the driver says; ``None`` while there is none."""
-        ...
-
-    def kill_driver(self) -> None:
-        """SIGKILL to the driver, and its command again."""
-        ...
-
-
-def _nothing() -> None:
-    return None
-
-
-@dataclass
-class Injury:
-    """What was done to a job. ``undo`` once it has recovered, or as soon as ``is_enough`` says so; ``nodes`` were hurt."""
-
-    nodes: frozenset[str]
-    undo: Callable[[], None] = _nothing
-    is_enough: Callable[[dict[str, Any] | None], bool] | None = None
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A kind of fault. ``interrupts``: training has to be interrupted; ``None``: it may be."""
-
-    inject: Callable[[Job, dict[str, Any], str], Injury]
-    hits_node: bool = True
-    interrupts: bool | None = True
-    lacks: Callable[[Job], str] = field(default=lambda job: "")
-    """Why it cannot be injected into a job; empty when it can."""
-    looks_for: str | None = None
-    """Rule that should say something, although nothing needs to be done; without that the fault counts as not recovered."""
-    after_steps: int = 1
-    """Of the present attempt, before the rule can know."""
 
 
 def _pid(job: Job, status: Mapping[str, Any], node: str) -> int:
@@ -103,7 +53,10 @@ def node_folder(job: Job, node: str) -> Path:
 def _executor(job: Job, node: str) -> int:
     process = executor_process(node_folder(job, node))
     if process is None:
-        raise UsageError(f"{node} has no executor on this machine: a drill needs a job whose nodes are here")
+        raise UsageError(
+            f"{node} has no executor below {node_folder(job, node)} on this machine: a drill needs a job whose nodes are here, and one "
+            "under Slurm that was started with cluster.slurm.node_folder=RUN/cluster/nodes"
+        )
     return process.pid
 
 
@@ -123,7 +76,7 @@ def _signalled(number: signal.Signals) -> Callable[[Job, dict[str, Any], str], I
     def inject(job: Job, status: dict[str, Any], node: str) -> Injury:
         pid = _pid(job, status, node)
         os.kill(pid, number)
-        return Injury(frozenset({node}), _continued(pid) if number == signal.SIGSTOP else _nothing)
+        return Injury(frozenset({node}), _continued(pid) if number == signal.SIGSTOP else nothing)
 
     return inject
 
@@ -181,12 +134,13 @@ def _driver_killed(job: Job, status: dict[str, Any], node: str) -> Injury:
 
 
 def _off(job: Job, *nodes: str) -> Callable[[], None]:
+    power = _power(job)
     for node in nodes:
-        switch_off(node_folder(job, node))
+        power.off(node)
 
     def on() -> None:
         for node in nodes:
-            switch_on(node_folder(job, node))
+            power.on(node)
 
     return on
 
@@ -196,15 +150,22 @@ def _node_down(job: Job, status: dict[str, Any], node: str) -> Injury:
 
 
 def _node_flapping(job: Job, status: dict[str, Any], node: str) -> Injury:
+    power = _power(job)
+
     def flap() -> None:
         for is_off, seconds in zip((True, False, True), FLAPS_S, strict=True):
-            (switch_off if is_off else switch_on)(node_folder(job, node))
+            (power.off if is_off else power.on)(node)
             time.sleep(seconds)
-        switch_on(node_folder(job, node))
+        power.on(node)
 
     thread = threading.Thread(target=flap, name="flapping", daemon=True)
     thread.start()
     return Injury(frozenset({node}), thread.join, lambda _: not thread.is_alive())
+
+
+def _power(job: Job) -> Power:
+    assert job.power is not None, "asked for by `lacks`"
+    return job.power
 
 
 def _spares(status: Mapping[str, Any]) -> list[str]:
@@ -252,10 +213,26 @@ def _checkpoint_corrupt(job: Job, status: dict[str, Any], node: str) -> Injury:
     return Injury(frozenset({node}))
 
 
+def _compile_slow(job: Job, status: dict[str, Any], node: str) -> Injury:
+    """A process is killed, and those that come after it compile for ten times as long: one interruption, and no alarm after it."""
+    pid = _pid(job, status, node)
+    compiling = SlowCompile(job.folder / "cluster" / "nodes", status["attempt"])
+    measured = {"compile_before_s": compiling.before_s, "compile_limit_s": status["compile_limit_s"]}
+
+    def amiss() -> str:
+        if (lasted_s := compiling.lasted_s()) is None:
+            return "the slow compilation was not completed"
+        measured["compile_s"] = lasted_s
+        return "" if lasted_s >= TIMES * compiling.before_s else f"compiling took only {lasted_s / compiling.before_s:.1f} times as long"
+
+    os.kill(pid, signal.SIGKILL)
+    return Injury(frozenset({node}), compiling.release, compiling.is_enough, measured, amiss)
+
+
 def _silent_corruption(job: Job, status: dict[str, Any], node: str) -> Injury:
     """One bit of one device's copy of a parameter is another; nothing else shows it. A node that was evicted for it is repaired."""
     process = status["nodes"][node]["processes"][0]
-    (node_folder(job, node) / f"attempt-{status['attempt']:04}" / f"rank-{process['rank']}{FLIP}").touch()
+    (attempt_folder(node_folder(job, node), status["attempt"]) / f"rank-{process['rank']}{FLIP}").touch()
 
     def repair() -> None:
         with suppress(MegascaleError, OSError):
@@ -289,12 +266,25 @@ def _lacks_freezer(job: Job) -> str:
     return "" if freezer_root() is not None else "this user may not make groups of cgroup v2"
 
 
+def _lacks_compilation(job: Job) -> str:
+    reason = "" if job.compiles_anew else f"its processes may take programs compiled before; those of a scenario do not ({CACHE}=false)"
+    return reason or _lacks_freezer(job)
+
+
 def _lacks_proxy(job: Job) -> str:
     return "" if job.proxy is not None else "its nodes reach their driver without a proxy of this drill"
 
 
+def _lacks_power(job: Job) -> str:
+    return "" if job.power is not None else "its nodes are no processes of this machine that a drill could switch off"
+
+
+def _lacks_shrink_or_power(job: Job) -> str:
+    return _lacks_shrinking(job) or _lacks_power(job)
+
+
 def _lacks_disk(job: Job) -> str:
-    return "" if job.has_small_disk else "its run folder is no small disk of the drill's own"
+    return "" if job.has_small_disk else "its run folder is no small disk of its own"
 
 
 def _lacks_shrinking(job: Job) -> str:
@@ -312,12 +302,13 @@ KINDS: Mapping[str, Fault] = {
     "beats_dropped": Fault(_beats_dropped, interrupts=False, lacks=_lacks_proxy),
     "node_partitioned": Fault(_node_partitioned, lacks=_lacks_proxy),
     "driver_killed": Fault(_driver_killed, hits_node=False, interrupts=False),
-    "node_down": Fault(_node_down),
-    "node_flapping": Fault(_node_flapping),
-    "spares_exhausted": Fault(_spares_exhausted),
-    "shrunk": Fault(_shrunk, lacks=_lacks_shrinking),
+    "node_down": Fault(_node_down, lacks=_lacks_power),
+    "node_flapping": Fault(_node_flapping, lacks=_lacks_power),
+    "spares_exhausted": Fault(_spares_exhausted, lacks=_lacks_power),
+    "shrunk": Fault(_shrunk, lacks=_lacks_shrink_or_power),
     "disk_full": Fault(_disk_full, hits_node=False, interrupts=None, lacks=_lacks_disk),
     "checkpoint_corrupt": Fault(_checkpoint_corrupt),
+    "compile_slow": Fault(_compile_slow, lacks=_lacks_compilation, interruptions=1, limit_s=900.0),
     "silent_corruption": Fault(_silent_corruption, lacks=_lacks_flips),
 }
 

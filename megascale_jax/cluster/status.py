@@ -47,6 +47,7 @@ def status_of(driver: Driver) -> dict[str, Any]:
         "incidents": [_incident(incident) for incident in state.incidents[-_SHOWN:]],
         "observed": [[at_s, text] for at_s, text in driver.observed],
         "step_limit_s": driver.watcher.limits.limit_s("step", STEADY),
+        "compile_limit_s": driver.watcher.limits.limit_s("compile", {}),
         "alarms": list(state.alarms),
         "where": dict(driver.backend.facts()),
         "outcome": state.outcome,

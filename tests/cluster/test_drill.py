@@ -10,7 +10,8 @@ import pytest
 
 from megascale_jax.cluster import drill as drill_module
 from megascale_jax.cluster.drill import Drill, compared, losses, summary
-from megascale_jax.cluster.faults import KINDS, Fault, Injury, Job, draw, flip_byte
+from megascale_jax.cluster.faults import KINDS, draw, flip_byte
+from megascale_jax.cluster.injury import Fault, Injury, Job
 from megascale_jax.errors import UsageError
 
 SEATS = ["node-0", "node-1"]
@@ -18,13 +19,23 @@ SEATS = ["node-0", "node-1"]
 
 def incident(number: int, began_s: float, named: list[str], **more: Any) -> dict[str, Any]:
     times = {name: began_s + 1.0 + index for index, name in enumerate(("suspended_s", "diagnosed_s", "replaced_s", "restored_s"))}
-    return {"number": number, "began_s": began_s, "step": 9, "resumed_step": 5, "named": named, "evicted": [], **times, **more}
+    return {
+        "number": number,
+        "began_s": began_s,
+        "step": 9,
+        "resumed_step": 5,
+        "named": named,
+        "evicted": [],
+        "text": f"number {number}",
+        **times,
+        **more,
+    }
 
 
 class FakeJob:
     """Answers with the given incidents once the fault is there; trains on with every look."""
 
-    proxy, has_small_disk, shrinks, flips_bits = None, False, False, False
+    proxy, power, has_small_disk, shrinks, flips_bits, compiles_anew = None, None, False, False, False, False
 
     def __init__(self, *incidents: dict[str, Any], observed: tuple[str, ...] = ()):
         self.folder, self.incidents, self.observed = Path("run"), incidents, observed
@@ -122,6 +133,39 @@ def test_an_incident_that_another_cut_short_is_over_with_it(run) -> None:
     job = FakeJob(incident(1, 103.0, ["node-1"], restored_s=None, replaced_s=None), incident(2, 106.0, ["node-1"]))
     record = run(job, Fault(hurts(job)))
     assert (record.recovered, record.interruptions, record.detected_s, record.total_s) == (True, 2, 3.0, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("incidents", "note"),
+    [
+        ([incident(1, 103.0, ["node-1"])], ""),
+        (
+            [incident(1, 103.0, ["node-1"]), incident(2, 130.0, ["node-1"])],
+            "2 interruption(s), expected 1, and no eviction: number 1; number 2",
+        ),
+        ([incident(1, 103.0, ["node-1"], evicted=["node-1"])], "1 interruption(s), expected 1, and no eviction: number 1"),
+    ],
+)
+def test_what_may_interrupt_once_is_wrong_with_a_further_alarm_or_an_eviction(run, incidents, note):
+    record = run(job := FakeJob(*incidents), Fault(hurts(job), interruptions=1))
+    assert (record.note, record.recovered) == (note, not note)
+
+
+@pytest.mark.parametrize("why", ["", "it took only 3 times as long"])
+def test_a_kind_may_measure_something_and_say_what_is_amiss(run, why):
+    job, measured = FakeJob(incident(1, 103.0, ["node-1"])), {}
+
+    def amiss() -> str:
+        measured["some_s"] = 4.0
+        return why
+
+    record = run(job, Fault(hurts(job, measured=measured, amiss=amiss)))
+    assert (record.note, record.recovered, record.measured) == (why, not why, {"some_s": 4.0})
+
+
+def test_a_kind_may_take_longer_than_others(run):
+    job = FakeJob()
+    assert run(job, Fault(hurts(job), limit_s=20.0)).note == "not over after 20 s"
 
 
 def test_a_fault_that_lacks_something_is_refused_and_not_drawn(run):

@@ -1,12 +1,9 @@
 """`megascale drive --backend slurm` on a real Slurm of this machine: batch script, steps, drains, spares, a new queue.
 
-A killed training process is in `test_drive.py`: no backend takes part in it.
+What breaks without a hand of Slurm, `megascale drill` breaks, as it would any run that goes on.
 """
 
 import json
-import os
-import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,15 +11,16 @@ from typing import Any
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from megascale_jax.cli.main import app
 from megascale_jax.cluster.asking import ask_driver
-from megascale_jax.cluster.executor_file import executor_process
 from megascale_jax.cluster.job import token_file
 from megascale_jax.cluster.link.security import Security, make_token
 from megascale_jax.cluster.link.tokens import Role
 from megascale_jax.errors import MegascaleError
 from tests.multiprocess.test_drive import has_beats
-from tests.multiprocess.test_resume import OVERRIDES, ROOT
+from tests.multiprocess.test_resume import OVERRIDES
 from tests.real_slurm import RealSlurm, missing_programs, real_slurm
 
 LIMIT_S = 120.0
@@ -43,23 +41,15 @@ class BatchJob:
     """The batch script of a driven run, in a queue."""
 
     def __init__(self, slurm: RealSlurm, folder: Path, nodes: int, *arguments: str):
-        self.run, self._slurm, self._log = folder / "run", slurm, folder / "job.log"
-        program = folder / "bin" / "megascale"
-        program.parent.mkdir()
-        program.write_text(f'#!/bin/sh\nexec {sys.executable} -m megascale_jax.cli.main "$@"\n')
-        program.chmod(0o755)
+        self.run, self._log = folder / "run", folder / "job.log"
         corpus = folder / "corpus.txt"
         corpus.write_text("".join(f"line {number} of a small corpus, {number * number} words\n" for number in range(400)))
         settings = [*OVERRIDES, "train.steps=100000", "train.checkpoint.every=10", f"train.data.source={corpus}"]
-        settings += [f"cluster.slurm.node_folder={self.run}/cluster/nodes"]
-        environment = {name: value for name, value in slurm.environment.items() if not name.startswith(("XLA", "JAX", "MEGASCALE"))}
-        environment |= {"PATH": f"{program.parent}:{environment['PATH']}", "PYTHONPATH": str(ROOT)}
-        environment |= {"MEGASCALE_CACHE": str(folder.parent / "cache"), "MEGASCALE_KEEPER_IDLE_S": "8"}
-        environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
-        options = ["--parsable", "--gpus-per-node=0", f"--output={self._log}", f"--nodes={nodes}", "--chdir", str(folder)]
-        script = [str(ROOT / "launch/slurm-drive.sbatch"), "quickstart", *settings, *arguments, "--run-folder", str(self.run)]
-        self._slurm = RealSlurm(slurm.folder, slurm.names, environment)
-        self.number = self._slurm.ask("sbatch", *options, *script).strip()
+        variables = {"MEGASCALE_CACHE": str(folder.parent / "cache"), "MEGASCALE_KEEPER_IDLE_S": "8"}
+        variables["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+        self._slurm, self.number = slurm.submit_drive(
+            folder, nodes, self.run, "quickstart", *settings, *arguments, log=self._log, **variables
+        )
 
     def status(self) -> dict[str, Any]:
         try:
@@ -127,9 +117,8 @@ def test_a_driven_allocation_heals(slurm, tmp_path) -> None:
     status = job.until("start", lambda status: is_well(status) and status["step"] >= 3 and len(status["nodes"]) == 3)
     assert set(status["nodes"]) == set(job.steps()) == set(slurm.names[:3])
     first, victim = status["seats"]
-    status = kill_executor(job, status, victim)
-    status = kill_driver(job, status)
-    spare = evict(slurm, job, status, victim)
+    break_it(job, victim)
+    spare = evict(slurm, job, job.status(), victim)
 
     job.order("uncordon", node=victim)
     job.until("uncordoned", lambda status: status["nodes"][victim]["status"] == "ready" and status["step"] >= 20)
@@ -153,32 +142,36 @@ def test_a_driven_allocation_heals(slurm, tmp_path) -> None:
     wait_for(lambda: not job.left(), job.left)
 
 
-def kill_executor(job: BatchJob, status: dict[str, Any], victim: str) -> dict[str, Any]:
-    before = job.steps()
-    executor = executor_process(job.run / "cluster" / "nodes" / victim)
-    assert executor is not None
-    executor.kill()
-    status = job.until("killed executor", lambda status: is_well(status) and len(status["incidents"]) == 1)
-    assert status["incidents"][0]["named"] == [victim] and status["seats"][1] == victim, "it came back within its grace"
-    after = job.steps()
-    assert {name for name in after if after[name] != before[name]} == {victim}
-    return status
+def break_it(job: BatchJob, victim: str) -> None:
+    """`megascale drill --attach`: nodes, a process and the driver."""
+    steps = job.steps()
+    faults = drilled(job, "executor_killed", "process_killed")
+    assert [fault["right_node_named"] for fault in faults] == [True, True]
+    assert job.status()["seats"][1] == victim, "it came back within its grace"
+    after, processes = job.steps(), processes_of(job.status())
+    assert {name for name in after if after[name] != steps[name]} == {victim}, "a killed process needs no other step"
 
-
-def kill_driver(job: BatchJob, status: dict[str, Any]) -> dict[str, Any]:
-    steps, processes = job.steps(), processes_of(status)
-    os.kill(json.loads((job.run / "cluster" / "driver.json").read_text())["pid"], signal.SIGKILL)
-    job.until("killed driver", lambda status: is_well(status) and "the driver was killed" in job.words())
+    (fault,) = drilled(job, "driver_killed")
+    assert fault["detected_s"] is None and "the driver was killed" in job.words()
     time.sleep(ADOPTED_S)
-    status = job.status()
-    assert (job.steps(), processes_of(status), len(status["incidents"])) == (steps, processes, 1), "adopted, and nothing else"
-    return status
+    assert (job.steps(), processes_of(job.status())) == (after, processes), "adopted, and nothing else"
+
+
+def drilled(job: BatchJob, *kinds: str) -> list[dict[str, Any]]:
+    """Each of the faults, on the second rank; all healed."""
+    scenario, seen = job.run.parent / "scenario.yaml", job.run.parent / "drill.json"
+    scenario.write_text("".join(f"- {{kind: {kind}, node: 1}}\n" for kind in kinds))
+    done = CliRunner().invoke(app, ["drill", str(scenario), "--attach", str(job.run), "--pause-s", "0", "--json", str(seen)])
+    assert done.exit_code == 0, f"{done.output}\n{job.words()[-4000:]}"
+    found = json.loads(seen.read_text())
+    assert found["recovered"] == len(kinds) and not found["healthy_evicted"]
+    return found["faults"]
 
 
 def evict(slurm: RealSlurm, job: BatchJob, status: dict[str, Any], victim: str) -> str:
     spare = next(name for name in status["nodes"] if name not in status["seats"])
     job.evict(victim)
-    status = job.until("evicted", lambda status: is_well(status) and len(status["incidents"]) == 2)
+    status = job.until("evicted", lambda status: is_well(status) and len(status["incidents"]) == 3)
     assert status["seats"][1] == spare
     wait_for(lambda: "DRAIN" in slurm.states()[victim] and victim not in job.steps(), slurm.states)
     assert "Reason=megascale: by owner and second" in slurm.ask("scontrol", "--oneliner", "show", "node", victim)

@@ -118,16 +118,22 @@ def end_executors(nodes: Path) -> None:
                 process.kill()
 
 
-def switch_off(node: Path) -> None:
-    """Make a node a machine without power: nothing of it runs, and nothing starts."""
-    node.mkdir(parents=True, exist_ok=True, mode=0o700)
-    (node / DOWN_FILE).touch()
-    process = executor_process(node)
-    if process is not None:
-        with suppress(psutil.NoSuchProcess):
-            os.kill(process.pid, signal.SIGKILL)
+class LocalPower:
+    """Switches nodes below ``folder`` off, as if they had lost power, and on again."""
 
+    def __init__(self, folder: Path):
+        self._folder = folder
 
-def switch_on(node: Path) -> None:
-    """The contrary of `switch_off`."""
-    (node / DOWN_FILE).unlink(missing_ok=True)
+    def off(self, node: str) -> None:
+        """Nothing of it runs, and nothing starts."""
+        place = self._folder / node
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (place / DOWN_FILE).touch()
+        process = executor_process(place)
+        if process is not None:
+            with suppress(psutil.NoSuchProcess):
+                os.kill(process.pid, signal.SIGKILL)
+
+    def on(self, node: str) -> None:
+        """The contrary."""
+        (self._folder / node / DOWN_FILE).unlink(missing_ok=True)
