@@ -23,8 +23,8 @@ _OVERRIDES = (
     *("cluster.strikes=1000", "cluster.max_evictions=1000", "cluster.fruitless_recoveries=50"),
 )
 """A run without an end; one node may be hit again and again without being bad."""
-_COMPILES_ANEW = ("cluster.floors.compile=60",)
-"""With the default of half an hour, the limit that was learned from the run would never be the one that counts."""
+_COMPILES_ANEW = ("cluster.floors.compile=120",)
+"""With the default of half an hour, the limit that was learned from the run would not be the one that counts."""
 _SHRINKS = ("cluster.shrink=true", "cluster.wait_s=5")
 
 

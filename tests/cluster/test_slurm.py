@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from megascale_jax.cluster.backends.base import Start
-from megascale_jax.cluster.backends.slurm import SlurmBackend, SlurmEngine, address_of_host, tag_of
+from megascale_jax.cluster.backends.slurm import STALE_S, SlurmBackend, SlurmEngine, address_of_host, tag_of
 from megascale_jax.cluster.backends.slurm_commands import (
     Slurm,
     Step,
@@ -24,7 +24,7 @@ from megascale_jax.cluster.backends.slurm_commands import (
     step_environment,
     step_name,
 )
-from megascale_jax.cluster.backends.slurm_worker import AGAIN_S, FRESH_S, SlurmWorker
+from megascale_jax.cluster.backends.slurm_worker import AGAIN_S, FRESH_S, LOOK_S, SlurmWorker
 from megascale_jax.config.cluster import SlurmConfig
 from megascale_jax.errors import BackendError, UsageError
 from tests.fake_slurm import FakeSlurm
@@ -233,6 +233,53 @@ def test_a_step_whose_srun_was_killed_goes_on(job):
     job.slurm.end("7.0", 0)
     job.look()
     assert job.backend.is_alive("n1") is False
+
+
+def miss(job: Job, node: str, seconds: float) -> None:
+    """The node's executor is not heard of, and asked for all the time."""
+    for _ in range(int(seconds / LOOK_S)):
+        job.look(LOOK_S)
+        job.backend.ensure(node)
+
+
+@pytest.mark.parametrize("is_adopted", [False, True])
+def test_a_step_that_nobody_hears_of_is_ended_and_another_started(job, is_adopted):
+    job.look()
+    job.backend.ensure("n1")
+    if is_adopted:
+        job.restart()
+    miss(job, "n1", STALE_S)
+    assert job.slurm.steps_of("n1") == ["7.0"], "an executor may take long to start"
+    miss(job, "n1", 3 * LOOK_S)
+    assert job.slurm.steps_of("n1") == ["7.1"]
+    miss(job, "n1", STALE_S - LOOK_S)
+    assert job.slurm.steps_of("n1") == ["7.1"], "the new one has as long"
+
+
+@pytest.mark.parametrize("is_adopted", [False, True])
+def test_a_step_that_slurm_lists_for_ever_is_not_waited_for(job, is_adopted, monkeypatch):
+    job.look()
+    job.backend.ensure("n1")
+    if is_adopted:
+        job.restart()
+
+    def end(number: str, code: int) -> None:
+        if (child := job.slurm.children[number]).returncode is None and not is_adopted:
+            child.returncode = code  # as srun does when nobody answers
+
+    monkeypatch.setattr(job.slurm, "end", end)
+    miss(job, "n1", STALE_S + 100.0)
+    assert job.slurm.steps_of("n1") == ["7.0", "7.1"] and job.backend.is_alive("n1")
+    assert [command for command in job.slurm.asked if command[0] == "scancel"] == [["scancel", "--quiet", "7.0"]], "once"
+
+
+def test_a_node_that_is_missed_now_and_then_keeps_its_step(job):
+    job.look()
+    job.backend.ensure("n1")
+    for _ in range(10):
+        miss(job, "n1", STALE_S / 2)
+        job.look(2 * STALE_S)
+    assert job.slurm.steps_of("n1") == ["7.0"]
 
 
 def test_a_look_that_is_old_says_nothing(job):

@@ -5,6 +5,7 @@ and whose it is. Evicted nodes are drained, so that no other job gets them; spar
 """
 
 import hashlib
+import math
 import os
 import re
 import socket
@@ -28,6 +29,13 @@ _STARTS_PER_S = 32
 _SHORT_S, _LONGEST_WAIT_S = 30.0, 30.0
 _END_LIMIT_S = 20.0
 """Longest wait at the end of a job for Slurm to end steps."""
+STALE_S = 120.0
+"""A node that was missed for so long although Slurm says that its step runs has that step ended: after a power failure shorter than
+SlurmdTimeout, Slurm goes on listing what ran before. An executor that hangs is ended so, too."""
+_GONE_S = 60.0
+"""After so long, KillWait and more, a step that was to end counts as gone, whatever is listed."""
+_MISSED_AGAIN_S = 20.0
+"""A node that was not asked for in so long was there meanwhile."""
 _TAIL_BYTES = 4096
 
 
@@ -135,7 +143,10 @@ class SlurmBackend:
         """When ``srun`` was killed by somebody: its step may run on, which only a later look can tell."""
         self._failures: dict[str, tuple[int, str]] = {}
         self._starts: list[float] = []
-        self._ended: set[str] = set()
+        self._ended_s: dict[str, float] = {}
+        """When steps were to end."""
+        self._missed_s: dict[str, tuple[float, float]] = {}
+        """Since when a node is asked for, and when it last was."""
         self._end_s: float | None = None
 
     def ensure(self, name: str) -> None:
@@ -147,8 +158,10 @@ class SlurmBackend:
             self._end(look.steps.get(name, ()))
             raise BackendError(f"Slurm says that it is {state}")
         if is_alive is not False:
+            self._end_stale(name, look, now)
             return
-        if look is not None and (foreign := [step for step in look.steps.get(name, ()) if step.tag != self._tag]):
+        steps = () if look is None else look.steps.get(name, ())
+        if foreign := [step for step in steps if step.tag != self._tag and not self._is_gone(step)]:
             self._end(foreign)
             return
         count, words = self._failures.get(name, (0, ""))
@@ -172,7 +185,7 @@ class SlurmBackend:
             return False  # srun ends after its step
         if look is None or look.began_s <= self._unsure_s.get(name, self._began_s):
             return None
-        return any(step.tag == self._tag for step in look.steps.get(name, ()))
+        return any(step.tag == self._tag and not self._is_gone(step) for step in look.steps.get(name, ()))
 
     def remove(self, name: str, machine: str, reason: str) -> None:
         """Drain the node and end its step; that it cannot be drained is said by the worker."""
@@ -218,10 +231,21 @@ class SlurmBackend:
         return look if look is not None and self._clock() < look.began_s + FRESH_S else None
 
     def _end(self, steps: Sequence[Step]) -> None:
-        fresh = [step for step in steps if step.number not in self._ended]
-        self._ended |= {step.number for step in fresh}
+        fresh = [step for step in steps if step.number not in self._ended_s]
+        self._ended_s |= dict.fromkeys((step.number for step in fresh), self._clock())
         if fresh:
             self._worker.end(fresh)
+
+    def _is_gone(self, step: Step) -> bool:
+        return self._clock() > self._ended_s.get(step.number, math.inf) + _GONE_S
+
+    def _end_stale(self, name: str, look: Look | None, now: float) -> None:
+        """End the steps of a node that is missed, for as long as they are said to run."""
+        first_s, last_s = self._missed_s.get(name, (now, now))
+        first_s = now if now > last_s + _MISSED_AGAIN_S else max(first_s, self._started_s.get(name, first_s))
+        self._missed_s[name] = (first_s, now)
+        if look is not None and now > first_s + STALE_S:
+            self._end(look.steps.get(name, ()))
 
     def _note_end(self, name: str, child: "subprocess.Popen[bytes]") -> None:
         """``srun`` has ended: it tells how its step did, unless it was killed itself."""
