@@ -124,6 +124,10 @@ def table(result: dict[str, Any], title: str) -> str:
     for fault in faults:
         if measured := fault.get("measured"):
             lines += ["", f"{fault['kind']}: {', '.join(f'{name[:-2]} {seconds:.1f} s' for name, seconds in measured.items())}."]
+    for one in result["slices"]:
+        if "all_nodes_back_s" in one:
+            back_s = one["all_nodes_back_s"]
+            lines += ["", f"After the last fault all nodes were there again {'NOT' if back_s is None else f'within {back_s:.0f} s'}."]
     lines += ["", "Two cores hold all nodes: starting processes is what a recovery costs here. CPU times say nothing about GPUs.", ""]
     return "\n".join(lines)
 

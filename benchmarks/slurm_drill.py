@@ -44,7 +44,7 @@ OVERRIDES = (
 )
 """As those of a drill's own job."""
 type Losses = dict[int, float | None]
-START_LIMIT_S, STOP_LIMIT_S = 600.0, 120.0
+START_LIMIT_S, STOP_LIMIT_S, BACK_LIMIT_S = 600.0, 120.0, 600.0
 
 
 class Submitted:
@@ -124,13 +124,24 @@ def cut_power(job: RunningJob, slurm: RealSlurm, kinds: list[str], pause_s: floa
     return drill.records
 
 
+def all_back_s(job: RunningJob) -> float | None:
+    """How long after the last fault every node of the job is there again, seconds; ``None`` when they are not."""
+    began = time.monotonic()
+    while time.monotonic() < began + BACK_LIMIT_S:
+        status = job.status() or {"nodes": {}}
+        if status["nodes"] and all(node["status"] in ("assigned", "ready") for node in status["nodes"].values()):
+            return time.monotonic() - began
+        time.sleep(1.0)
+    return None
+
+
 def main(
     json_path: Annotated[Path, typer.Option("--json", help="result that this slice is added to")],
     kinds: Annotated[list[str] | None, typer.Option("--kind", help="fault of this slice, in this order; default each once")] = None,
     pause_s: Annotated[float, typer.Option(min=0, help="seconds of training before each fault")] = 5.0,
     limit_s: Annotated[int, typer.Option(min=60, help="longest that the faults may take")] = 3600,
 ) -> None:
-    """Run a slice: outages last. Exit code 1 when a fault was not healed, a node wrongly named or evicted, or a loss differs."""
+    """Run a slice: outages last. Exit code 1 when a fault was not healed, a node wrongly named, evicted or not back, or a loss differs."""
     if missing := missing_programs():
         raise SystemExit(f"Slurm is not installed: no {', '.join(missing)}")
     own = f"python benchmarks/slurm_drill.py{''.join(f' --kind {kind}' for kind in kinds or ())} --pause-s {pause_s:g} --json PATH"
@@ -143,8 +154,9 @@ def main(
             found |= compared(steps, unbroken(slurm, folder, max(steps), limit_s), 0.0)
     title = f"# Faults of a driven run on a real Slurm of one machine: quickstart on {NODES} nodes and {SPARES} spares"
     append(json_path, record | found, title)
-    healed = found["injected"] == len(chosen) == found["recovered"] and found["right_node_named"] == found["nodes_to_name"]
-    raise SystemExit(not healed or found["healthy_evicted"] > 0 or not found["losses_agree"])
+    healed = found["injected"] == len(chosen) == found["recovered"] and found["all_nodes_back_s"] is not None
+    named = found["right_node_named"] == found["nodes_to_name"] and not found["healthy_evicted"]
+    raise SystemExit(not (healed and named and found["losses_agree"]))
 
 
 def broken(
@@ -158,9 +170,11 @@ def broken(
         if attached := [kind for kind in kinds if kind not in OUTAGES]:
             arguments = [str(scenario_of(attached, folder)), "--attach", str(job.run), "--pause-s", str(pause_s)]
             records += [Record(**fault) for fault in drilled(arguments, limit_s)[1]["faults"]]
-        records += cut_power(RunningJob(job.run), slurm, [kind for kind in kinds if kind in OUTAGES], pause_s)
+        running = RunningJob(job.run)
+        records += cut_power(running, slurm, [kind for kind in kinds if kind in OUTAGES], pause_s)
+        back_s = all_back_s(running)
         job.stop()
-        return summary(records), losses(job.run)
+        return summary(records) | {"all_nodes_back_s": back_s}, losses(job.run)
     finally:
         typer.echo(job.log.read_text())
         job.clear()
