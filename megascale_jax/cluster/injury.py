@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from megascale_jax.cluster.proxy import Proxy
 
 RECOVER_LIMIT_S = 300.0
+"""Longest that most kinds may hold the training up."""
 
 
 class Power(Protocol):

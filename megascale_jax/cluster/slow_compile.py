@@ -17,8 +17,9 @@ from megascale_jax.observe.marks import MarksReading, read_marks
 CACHE = "JAX_ENABLE_COMPILATION_CACHE"
 """Environment variable of JAX; with ``false`` a process takes no program that an earlier one has compiled."""
 TIMES = 10.0
-SHARE = 0.02
-"""Of the time, while a compilation is held: so little that it is far from done when it is let go."""
+SHARE, PERIOD_S = 0.01, 1.0
+"""Of the time, while a compilation is held: so little that it is far from done when it is let go, also where the one before had to
+share its processors with many others. Slices are seldom, since a late end of each makes it longer."""
 LONGEST_S = 600.0
 
 
@@ -47,7 +48,7 @@ class SlowCompile:
         for pid in {one.pid for one in compiling} - self._slow:
             self._slow.add(pid)
             with suppress(ProcessLookupError):  # it may have been ended meanwhile
-                self._held.enter_context(slowed(pid, SHARE))
+                self._held.enter_context(slowed(pid, SHARE, PERIOD_S))
         lasted_s = max(((time.monotonic_ns() - one.entered_ns) / 1e9 for one in compiling), default=0.0)
         is_over = any(one.passes.get("compile") for one in found) or any(readings(self._nodes, self._attempt + 1))
         return is_over or lasted_s > TIMES * self.before_s

@@ -34,7 +34,7 @@ def held(monkeypatch):
     held: list[int] = []
 
     @contextmanager
-    def slowed(pid: int, share: float):
+    def slowed(pid: int, share: float, period_s: float):
         assert share < 1 / slow_compile.TIMES, "else the work is done before the time has passed"
         held.append(pid)
         yield
