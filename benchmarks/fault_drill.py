@@ -105,9 +105,14 @@ def table(result: dict[str, Any], title: str) -> str:
         f"{result['right_node_named']} of {result['nodes_to_name']}; {result['healthy_evicted']} healthy nodes evicted; losses of "
         f"{result['steps_compared']} steps bit-equal to runs without faults: {'yes' if result['loss_bit_equal'] else 'NO'}.",
         "",
-        f"With one fault every {BETWEEN_FAULTS_S / 60:.0f} minutes, all kinds that interrupt, {result['effective_training_time']:.1%} of "
-        "the time would train: computed, from the mean of the time to train again and of the steps that are done again.",
-        "",
+    ]
+    if (share := result["effective_training_time"]) is not None:
+        lines += [
+            f"With one fault every {BETWEEN_FAULTS_S / 60:.0f} minutes, all kinds that interrupt, {share:.1%} of the time would train: computed, "
+            "from the mean of the time to train again and of the steps that are done again.",
+            "",
+        ]
+    lines += [
         "| kind | faults | recovered | named right | detected | suspended | diagnosed | replaced | restored | total, median (longest) |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
