@@ -108,8 +108,8 @@ def table(result: dict[str, Any], title: str) -> str:
     ]
     if (share := result["effective_training_time"]) is not None:
         lines += [
-            f"With one fault every {BETWEEN_FAULTS_S / 60:.0f} minutes, all kinds that interrupt, {share:.1%} of the time would train: computed, "
-            "from the mean of the time to train again and of the steps that are done again.",
+            f"With one fault every {BETWEEN_FAULTS_S / 60:.0f} minutes, all kinds that interrupt, {share:.1%} of the time would train: "
+            "computed, from the mean of the time to train again and of the steps that are done again.",
             "",
         ]
     lines += [
