@@ -6,6 +6,8 @@ Runs `megascale drill` (four local nodes, two spares, quickstart), adds what it 
 """
 
 import json
+import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -35,7 +37,8 @@ def main(
     """Run a slice. Exit code 1 when a fault was not healed, a node wrongly named or evicted, or a loss differs."""
     own = "".join(f" --kind {kind}" for kind in kinds) if kinds else f" --faults {faults} --seed {seed}"
     own += f" --nodes {nodes} --spares {spares} --pause-s {pause_s:g}"
-    record = birth_certificate(ROOT, f"python benchmarks/fault_drill.py{own} --json PATH") | {"seed": seed}
+    flags = f"XLA_FLAGS={shlex.quote(os.environ['XLA_FLAGS'])} " if "XLA_FLAGS" in os.environ else ""
+    record = birth_certificate(ROOT, f"{flags}python benchmarks/fault_drill.py{own} --json PATH") | {"seed": seed}
     with tempfile.TemporaryDirectory(prefix="fault-drill-") as folder:
         what = [str(scenario_of(kinds, Path(folder)))] if kinds else ["--faults", str(faults), "--seed", str(seed)]
         code, seen = drilled([*what, "--nodes", str(nodes), "--spares", str(spares), "--pause-s", str(pause_s)], limit_s)
