@@ -30,19 +30,21 @@ def main(
     seed: Annotated[int, typer.Option(min=0, help="of this slice")] = 0,
     pause_s: Annotated[float, typer.Option(min=0, help="seconds of training before each fault")] = 10.0,
     kinds: Annotated[list[str] | None, typer.Option("--kind", help="instead: these faults, in this order")] = None,
+    experiment: Annotated[str, typer.Option(help="what is trained")] = "quickstart",
     nodes: Annotated[int, typer.Option(min=2, help="nodes that train")] = 4,
     spares: Annotated[int, typer.Option(min=1, help="nodes beside them")] = 2,
     limit_s: Annotated[int, typer.Option(min=60, help="longest that the slice may take")] = 3600,
 ) -> None:
     """Run a slice. Exit code 1 when a fault was not healed, a node wrongly named or evicted, or a loss differs."""
     own = "".join(f" --kind {kind}" for kind in kinds) if kinds else f" --faults {faults} --seed {seed}"
-    own += f" --nodes {nodes} --spares {spares} --pause-s {pause_s:g}"
+    own += f" --experiment {experiment} --nodes {nodes} --spares {spares} --pause-s {pause_s:g}"
     flags = f"XLA_FLAGS={shlex.quote(os.environ['XLA_FLAGS'])} " if "XLA_FLAGS" in os.environ else ""
     record = birth_certificate(ROOT, f"{flags}python benchmarks/fault_drill.py{own} --json PATH") | {"seed": seed}
     with tempfile.TemporaryDirectory(prefix="fault-drill-") as folder:
         what = [str(scenario_of(kinds, Path(folder)))] if kinds else ["--faults", str(faults), "--seed", str(seed)]
-        code, seen = drilled([*what, "--nodes", str(nodes), "--spares", str(spares), "--pause-s", str(pause_s)], limit_s)
-    append(json_path, record | seen, f"# Faults of a driven run: quickstart on {nodes} local nodes and {spares} spares")
+        where = ["--experiment", experiment, "--nodes", str(nodes), "--spares", str(spares)]
+        code, seen = drilled([*what, *where, "--pause-s", str(pause_s)], limit_s)
+    append(json_path, record | seen, f"# Faults of a driven run: {Path(experiment).stem} on {nodes} local nodes and {spares} spares")
     raise SystemExit(code)
 
 
