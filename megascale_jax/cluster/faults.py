@@ -308,7 +308,7 @@ KINDS: Mapping[str, Fault] = {
     "shrunk": Fault(_shrunk, lacks=_lacks_shrink_or_power),
     "disk_full": Fault(_disk_full, hits_node=False, interrupts=None, lacks=_lacks_disk),
     "checkpoint_corrupt": Fault(_checkpoint_corrupt),
-    "compile_slow": Fault(_compile_slow, lacks=_lacks_compilation, interruptions=1, limit_s=900.0),
+    "compile_slow": Fault(_compile_slow, lacks=_lacks_compilation, interruptions=1, limit_s=1200.0),
     "silent_corruption": Fault(_silent_corruption, lacks=_lacks_flips),
 }
 
