@@ -28,7 +28,9 @@ from megascale_jax.cli import (
     launch,
     sample,
     schedule,
+    trace,
     train,
+    why,
 )
 from megascale_jax.errors import (
     BackendError,
@@ -63,6 +65,8 @@ app.add_typer(launch.app, name="launch")
 app.command("drill")(drill.drill)
 app.command("sample")(sample.sample)
 app.command("compare")(compare.compare)
+app.command("trace")(trace.trace)
+app.command("why")(why.why)
 app.command("keep")(keep.keep)
 app.command("schedule")(schedule.schedule)
 app.command("analyze")(analyze.analyze)

@@ -198,14 +198,19 @@ def is_over(path: Path) -> bool:
         os.close(descriptor)
 
 
-def _is_of_this_host(path: Path) -> bool:
-    """Whether a segment was written under this kernel, whose locks are seen here."""
+def read_facts(path: Path) -> Facts | None:
+    """What a segment says of its process, its rows unread; ``None`` when it is none, or gone."""
     try:
         with pa.OSFile(str(path)) as source:
-            facts = Facts.model_validate_json((pa.ipc.open_stream(source).schema.metadata or {}).get(FACTS, b""))
+            return Facts.model_validate_json((pa.ipc.open_stream(source).schema.metadata or {}).get(FACTS, b""))
     except (pa.ArrowException, OSError, ValidationError):
-        return False
-    return facts.boot_id != "" and facts.boot_id == boot_id()
+        return None
+
+
+def _is_of_this_host(path: Path) -> bool:
+    """Whether a segment was written under this kernel, whose locks are seen here."""
+    facts = read_facts(path)
+    return facts is not None and facts.boot_id != "" and facts.boot_id == boot_id()
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Words of a process that must go on though nobody can write them down: its log's disk is full or broken."""
+"""Words of a process: that it may lose when the disk of its log is full or broken, and that a terminal may show whoever chose them."""
 
 import errno
 import sys
@@ -46,3 +46,8 @@ def outlive_full_disks() -> None:
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, Tolerant):
             setattr(sys, name, Tolerant(stream))
+
+
+def printable(text: str) -> str:
+    """Text without control characters, which a terminal would obey."""
+    return "".join(sign if sign.isprintable() or sign in "\n\t" else "\N{REPLACEMENT CHARACTER}" for sign in text)

@@ -18,13 +18,9 @@ import numpy as np
 
 from megascale_jax.kernels.clock.api import STAMP, nanoseconds
 from megascale_jax.observe.events import STEP_END, Events
-from megascale_jax.parallel.pipeline.stamps import STEP_NAMES, StepStamps
+from megascale_jax.parallel.pipeline.stamps import IDLE, STEP_NAMES, STEP_SPAN, StepStamps
 from megascale_jax.parallel.plan import Plan
 
-STEP = "step"
-"""Span of a whole step on a device."""
-IDLE = "idle"
-"""Sum of what a device computed on nothing: slots of the pipeline without a unit."""
 _TRIES = 5
 
 
@@ -82,7 +78,7 @@ class StampEvents:
             microbatch=sums.micro_batch,
             chunk=sums.chunk,
         )
-        self._events.record(STEP, int(ns_n[0]), int(ns_n[-1] - ns_n[0]), lane="compute", device=device, step=step)
+        self._events.record(STEP_SPAN, int(ns_n[0]), int(ns_n[-1] - ns_n[0]), lane="compute", device=device, step=step)
         norm = int(np.flatnonzero(table.name == table.names.index(STEP_NAMES[2]))[0])
         self._events.instant(STEP_END, begin_ns=int(ns_n[table.end[norm]]), lane="compute", device=device, step=step)
         if step % self._detail_every == 0:

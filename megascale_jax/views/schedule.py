@@ -80,8 +80,13 @@ def _parts_of(schedule: Schedule) -> list[tuple[str, int, int]]:
     ]
 
 
+def unit_label(micro_batch: int, chunk: int) -> str:
+    """A unit's name: its micro-batch, and its chunk as a letter."""
+    return f"{micro_batch}{_letters(chunk)}"
+
+
 def _label(unit: Unit | None) -> str:
-    return "." if unit is None else f"{unit.micro_batch}{_letters(unit.chunk)}"
+    return "." if unit is None else unit_label(unit.micro_batch, unit.chunk)
 
 
 def _letters(chunk: int) -> str:

@@ -36,7 +36,7 @@ class Span(NamedTuple):
     end: int
 
 
-_PASSES: dict[str, Pass] = {
+PASSES: dict[str, Pass] = {
     **dict.fromkeys("FabT", "forward"),
     **dict.fromkeys("RBL", "backward"),
     "W": "weight",
@@ -51,7 +51,7 @@ def tick_spans(plan: TickPlan) -> tuple[int, tuple[Span, ...]]:
     spans: list[Span] = []
     last, of = 0, "forward"
     for phase in plan.phases:
-        owners = [_PASSES[name[0]] for name in (phase.compute, *phase.collectives) if name and name[0] in _PASSES]
+        owners = [PASSES[name[0]] for name in (phase.compute, *phase.collectives) if name and name[0] in PASSES]
         of: Pass = owners[0] if owners else of
         if phase.compute is not None:
             spans.append(Span(phase.compute, "compute", of, last, last + 1))
@@ -63,6 +63,10 @@ def tick_spans(plan: TickPlan) -> tuple[int, tuple[Span, ...]]:
     return last + 1, tuple(spans)
 
 
+STEP_SPAN = "step"
+"""Span of a whole step on a device."""
+IDLE = "idle"
+"""What a device computes on nothing: slots of the pipeline without a unit."""
 STEP_NAMES = ("gather first chunk", "scatter last chunk", "gradient norm", "optimizer")
 """Spans outside the ticks, in order; between the first two are the fill and the ticks."""
 
@@ -88,7 +92,10 @@ class StepStamps:
 
     def units(self, stage: int) -> tuple[np.ndarray, np.ndarray]:
         """Micro-batch and chunk of every span on a stage, int32; ``-1``: a slot without a unit computes on nothing, or it has none."""
-        found = [self._unit(self.passes[of], self.names[name], int(tick), stage) for of, name, tick in zip(self.of, self.name, self.tick, strict=True)]
+        found = [
+            self._unit(self.passes[of], self.names[name], int(tick), stage)
+            for of, name, tick in zip(self.of, self.name, self.tick, strict=True)
+        ]
         micro_batches, chunks = np.array(found, np.int32).reshape(-1, 2).T
         return micro_batches, chunks
 
@@ -97,7 +104,7 @@ class StepStamps:
         if of == "step":
             return -1, -1
         if of in ("forward", "backward"):
-            late = tick - 1 if name[0] in _LATE else tick
+            late = tick - 1 if name[0] in LATE_SLOTS else tick
             unit = (schedule.forward if of == "forward" else schedule.backward)(late, stage)
             return (-1, -1) if unit is None else (unit.micro_batch, unit.chunk)
         if of == "weight":
@@ -110,11 +117,13 @@ class StepStamps:
         return (-1, -1) if micro_batch is None else (micro_batch, chunk)
 
 
-_LATE = "LT"
+LATE_SLOTS = "LT"
 """Slots that finish what the tick before has begun."""
 
 
-def step_stamps(schedule: Schedule, shape: TickShape, plan_of: Callable[[TickKind], TickPlan], fill: TickPlan, settle: TickPlan) -> StepStamps:
+def step_stamps(
+    schedule: Schedule, shape: TickShape, plan_of: Callable[[TickKind], TickPlan], fill: TickPlan, settle: TickPlan
+) -> StepStamps:
     """The stamps of a step: ``plan_of`` a kind of tick, ``fill`` before the first one, ``settle`` where ticks in halves end."""
     layout = _Layout([], 1)
     layout.step(STEP_NAMES[0], "data")
@@ -126,7 +135,9 @@ def step_stamps(schedule: Schedule, shape: TickShape, plan_of: Callable[[TickKin
             in_halves = False
         first = loop.start
         for run in loop.runs:
-            layout.ticks(plan_of(run.kind), [first + again * loop.period + tick for again in range(loop.repeats) for tick in range(run.ticks)])
+            layout.ticks(
+                plan_of(run.kind), [first + again * loop.period + tick for again in range(loop.repeats) for tick in range(run.ticks)]
+            )
             first += run.ticks
     for name, lane in zip(STEP_NAMES[1:], ("data", "data", "compute"), strict=True):
         layout.step(name, lane)

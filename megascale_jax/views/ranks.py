@@ -1,0 +1,54 @@
+"""Which ranks a run has by its event files, and where in the mesh they are. No JAX."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from megascale_jax.errors import RunFolderError, UsageError
+from megascale_jax.observe.event_files import found, process_of, read_facts, read_parquet_facts
+from megascale_jax.observe.event_segments import OPEN_SUFFIX, Facts
+from megascale_jax.observe.events import EVENTS_FOLDER
+
+
+def parse_numbers(text: str | None, option: str) -> set[int] | None:
+    """``0,8-15`` as numbers; ``None`` for ``None``. Raises UsageError for anything else."""
+    if text is None:
+        return None
+    numbers: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not (first.isdecimal() and (last or first).isdecimal() and int(first) <= int(last or first) < 1 << 20):
+            raise UsageError(f"{option} {text}: expected numbers and ranges, such as 0,8-15")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return numbers
+
+
+def files_of_trainers(run: Path) -> dict[str, list[Path]]:
+    """Event files of every training process, oldest first. Raises RunFolderError when the run has none."""
+    if not (run / EVENTS_FOLDER).is_dir():
+        raise RunFolderError(f"{run} has no folder {EVENTS_FOLDER}; expected the folder of a run with train.events.enabled")
+    segments, stored = found(run)
+    files: dict[str, list[Path]] = {}
+    for path in sorted((*segments, *stored)):
+        if path.name.startswith("trainer-"):
+            files.setdefault(process_of(path), []).append(path)
+    return files
+
+
+def facts_of(path: Path) -> Facts | None:
+    """What a file of events says of its process; ``None`` when it cannot be read."""
+    if path.name.endswith(OPEN_SUFFIX):
+        return read_facts(path)
+    known = read_parquet_facts(path)
+    return None if isinstance(known, str) else known[0]
+
+
+def newest_facts(run: Path) -> Mapping[int, Facts]:
+    """By rank, what the newest readable file of its newest process says. Raises RunFolderError when the run has no events."""
+    newest: dict[int, tuple[tuple[int, int], Facts]] = {}
+    for paths in files_of_trainers(run).values():
+        facts = next((fact for path in reversed(paths) if (fact := facts_of(path)) is not None), None)
+        if facts is not None:
+            at = (facts.attempt, max((unix_ns for _, unix_ns in facts.anchors), default=0))
+            if facts.rank not in newest or at > newest[facts.rank][0]:
+                newest[facts.rank] = (at, facts)
+    return {rank: facts for rank, (_, facts) in newest.items()}

@@ -1,0 +1,217 @@
+"""One step of a run as its events tell it: what each device computed and waited for, what its processes did meanwhile. No JAX.
+
+A step with *details* has every phase of every tick, any other the sums of its units (`train/stamps.py`). Of a step that was trained
+more than once, after a resume, the newest attempt counts, and in it the newest process of a rank.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megascale_jax.errors import UsageError
+from megascale_jax.observe.event_segments import Facts
+from megascale_jax.observe.event_store import read_events
+from megascale_jax.parallel.pipeline.schedule import Schedule
+from megascale_jax.parallel.pipeline.stamps import LATE_SLOTS, PASSES, STEP_NAMES, STEP_SPAN, Pass
+
+UNIT_PASSES: tuple[Pass, ...] = ("forward", "backward", "weight")
+"""Passes of which a stage computes one unit a tick."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """An event. ``begin_ns``: since 1970, by the clock of its host; ``duration_ns`` of a sum is less than what it stretches over."""
+
+    name: str
+    lane: str
+    tick: int
+    micro_batch: int
+    chunk: int
+    begin_ns: int
+    duration_ns: int
+    text: str | None = None
+
+    @property
+    def end_ns(self) -> int:
+        """Nanoseconds since 1970."""
+        return self.begin_ns + self.duration_ns
+
+    @property
+    def of(self) -> Pass:
+        """What a computing phase belongs to, by its name."""
+        return PASSES.get(self.name[0], "step") if "." in self.name else "step"
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it finishes what the tick before has begun."""
+        return self.name[0] in LATE_SLOTS
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device in a step; ``place`` are its coordinates pipe, data, tensor. Rows are in the order of time."""
+
+    number: int
+    place: tuple[int, int, int]
+    rank: int
+    host: str
+    step: Row | None
+    phases: tuple[Row, ...]
+    sums: tuple[Row, ...]
+
+    @property
+    def stage(self) -> int:
+        """Its pipeline stage."""
+        return self.place[0]
+
+    @cached_property
+    def units(self) -> Mapping[Pass, tuple[Row, ...]]:
+        """By pass, one row a tick from the begin of its first to the end of its last computing phase; micro-batch -1: on nothing."""
+        found: dict[Pass, dict[int, list[Row]]] = {of: {} for of in UNIT_PASSES}
+        for row in self.phases:
+            if row.lane == "compute" and row.of in found and not row.is_late:
+                found[row.of].setdefault(row.tick, []).append(row)
+        return {of: tuple(_joined(of, rows) for rows in ticks.values()) for of, ticks in found.items()}
+
+
+def _joined(of: Pass, rows: Sequence[Row]) -> Row:
+    first, end_ns = rows[0], max(row.end_ns for row in rows)
+    return Row(of, "compute", first.tick, first.micro_batch, first.chunk, first.begin_ns, end_ns - first.begin_ns)
+
+
+@dataclass(frozen=True)
+class Host:
+    """What a rank's processes did in a step, by lane: its sections, its keeper."""
+
+    rank: int
+    name: str
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step of an attempt; ``notes`` say what is missing of it."""
+
+    step: int
+    attempt: int
+    mesh: tuple[int, int, int]
+    devices: tuple[Device, ...]
+    hosts: tuple[Host, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def has_details(self) -> bool:
+        """Whether it knows phases and ticks."""
+        return any(device.phases for device in self.devices)
+
+    @cached_property
+    def schedule(self) -> Schedule | None:
+        """The schedule that the step went by, found from its units; ``None``: without details, or they are not of a whole step."""
+        computing = [(device, row) for device in self.devices for row in device.phases if row.lane == "compute"]
+        busy = [(device, row) for device, row in computing if row.micro_batch >= 0 and row.of in UNIT_PASSES]
+        if not busy:
+            return None
+        pipe = self.mesh[0]
+        chunks, micro_batches = (1 + max(getattr(row, name) for _, row in busy) for name in ("chunk", "micro_batch"))
+        if micro_batches % pipe:
+            return None
+        first = min((row.tick + device.stage for device, row in busy if row.of == "backward" and not row.is_late), default=-1)
+        delay = first - Schedule(pipe, chunks, micro_batches).backward_offset
+        return Schedule(pipe, chunks, micro_batches, 1 if delay else 0) if delay in (0, 1) else None
+
+
+def steps_of(run: Path, ranks: Collection[int]) -> tuple[list[int], list[int]]:
+    """Steps of which these ranks' devices have events, and those with details, in order. Raises RunFolderError without events."""
+    with read_events(run, ranks=ranks) as store:
+        found = store.sql(
+            "select step, bool_or(tick >= 0) as has_details from events where device >= 0 and step >= 0 group by step"
+        ).to_pylist()
+    return sorted(row["step"] for row in found), sorted(row["step"] for row in found if row["has_details"])
+
+
+def read_timeline(run: Path, step: int, ranks: Collection[int] | None = None, devices: Collection[int] | None = None) -> Timeline:
+    """A step of a run, of some ranks and devices only if given.
+
+    Raises RunFolderError when the run has no events, and UsageError when there are none of that step.
+    """
+    with read_events(run, ranks=ranks, steps=range(step, step + 1)) as store:
+        facts = {file.process: file.facts for file in store.files if file.facts is not None}
+        attempt = store.sql(f"select max(attempt) as newest from events where role = 'trainer' and device >= 0 and step = {step}")
+        number = attempt.to_pylist()[0]["newest"]
+        if number is None:
+            known, _ = steps_of(run, ranks or {min((fact.rank for fact in facts.values()), default=0)})
+            where = f"there are steps {known[0]} to {known[-1]}" if known else "there are none of any step: is train.events.stamps on?"
+            raise UsageError(f"{run} has no events of devices in step {step}; {where}")
+        where = f"attempt = {number} and role in ('trainer', 'keeper') and step = {step}"
+        found = store.sql(f"select {', '.join(_COLUMNS)} from events where {where} order by unix_ns").to_pylist()
+        notes = store.notes
+    mesh = next((fact.mesh for fact in facts.values() if fact.mesh is not None and fact.attempt == number), None)
+    if mesh is None:
+        raise UsageError(f"the events of step {step} do not say of which mesh they are: their files are damaged")
+    shown: list[Device] = []
+    hosts: dict[int, Host] = {}
+    for (device, process), rows in sorted(_by_device(_of_newest_processes(found)).items()):
+        if device >= 0 and (devices is None or device in devices):
+            shown.append(_device(device, mesh, facts[process], rows))
+        elif device < 0:
+            rank, before = facts[process].rank, hosts.get(facts[process].rank)
+            more = () if before is None else before.rows
+            hosts[rank] = Host(rank, facts[process].host, more + tuple(map(_row, rows)))
+    return Timeline(step, number, mesh, tuple(shown), tuple(hosts.values()), notes)
+
+
+_COLUMNS = (
+    "name",
+    "lane",
+    "device",
+    "tick",
+    "microbatch",
+    "chunk",
+    "unix_ns",
+    "duration_ns",
+    "is_instant",
+    "text",
+    "process",
+    "role",
+    "rank",
+)
+Found = Mapping[str, Any]
+
+
+def _of_newest_processes(rows: Sequence[Found]) -> list[Found]:
+    newest: dict[tuple[str, int], tuple[int, str]] = {}
+    for row in rows:
+        key, seen = (row["role"], row["rank"]), (row["unix_ns"], row["process"])
+        newest[key] = max(seen, newest.get(key, seen))
+    return [row for row in rows if row["process"] == newest[row["role"], row["rank"]][1]]
+
+
+def _by_device(rows: Sequence[Found]) -> dict[tuple[int, str], list[Found]]:
+    found: dict[tuple[int, str], list[Found]] = {}
+    for row in rows:
+        found.setdefault((row["device"], row["process"]), []).append(row)
+    return found
+
+
+def _device(number: int, mesh: tuple[int, int, int], facts: Facts, rows: Sequence[Found]) -> Device:
+    spans = [row for row in rows if not row["is_instant"]]
+    step = next((_row(row) for row in spans if row["name"] == STEP_SPAN), None)
+    phases: dict[tuple[str, int], Row] = {}
+    sums: list[Row] = []
+    has_details = any("." in row["name"] for row in spans)
+    for row in spans:
+        if "." in row["name"] or (has_details and row["name"] in STEP_NAMES):
+            phases.setdefault((row["name"], row["unix_ns"]), _row(row))  # what is outside the ticks is among the sums as well
+        elif row["name"] != STEP_SPAN:
+            sums.append(_row(row))
+    pipe, data, tensor = (int(place) for place in np.unravel_index(number, mesh))
+    return Device(number, (pipe, data, tensor), facts.rank, facts.host, step, tuple(phases.values()), tuple(sums))
+
+
+def _row(row: Found) -> Row:
+    numbers = (row["tick"], row["microbatch"], row["chunk"], row["unix_ns"], row["duration_ns"])
+    return Row(row["name"], row["lane"], *numbers, row["text"])
