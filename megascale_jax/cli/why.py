@@ -1,2 +1,61 @@
-def why() -> None:
-    """x."""
+"""`megascale why`: what a run that stands still waits for, from its event files alone.
+
+Exit code 0: it goes on, or has ended; 1: it hangs or is slow; 2: that cannot be told, or the request cannot be carried out.
+"""
+
+import json as json_module
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from megascale_jax.observe.output import printable
+from megascale_jax.observe.report import json_ready
+from megascale_jax.views.cube import cube
+from megascale_jax.views.progress import read_progress
+from megascale_jax.views.why import MOST_NAMED, Judgement, Outcome, RankState, judge
+
+EXIT_CODES: dict[Outcome, int] = {"running": 0, "ended": 0, "hang": 1, "slow": 1, "unknown": 2}
+_STYLES: dict[Outcome, str] = {"running": "green", "ended": "green", "hang": "red", "slow": "yellow", "unknown": "yellow"}
+
+
+def why(
+    run: Annotated[Path, typer.Argument(help="run folder", show_default=False)],
+    json: Annotated[bool, typer.Option("--json", help="print JSON: verdict, reason, named, suspects, every rank")] = False,
+) -> None:
+    """Say which rank a run that stands still waits for, and what speaks for it. Works while it hangs, and afterwards.
+
+    Exit code 0: it goes on or has ended; 1: it hangs or is slow; 2: that cannot be told.
+    """
+    found = judge(read_progress(run))
+    if json:
+        typer.echo(json_module.dumps(json_ready(found), indent=1))
+    else:
+        print_judgement(found, Console(), time.time())
+    raise typer.Exit(EXIT_CODES[found.verdict])
+
+
+def print_judgement(found: Judgement, console: Console, now: float) -> None:
+    """Print the verdict, the cube, and the ranks that matter."""
+    age = f"attempt {found.attempt}, as of {max(0.0, now - found.until):.0f} s ago" if found.until else f"attempt {found.attempt}"
+    console.print(Text.assemble("Verdict: ", (found.verdict, f"bold {_STYLES[found.verdict]}"), f" ({age})"))
+    console.print(Text(printable(found.reason)))
+    console.print()
+    console.print(cube(found), no_wrap=True, crop=True)
+    chosen = {*found.named, *found.suspects}
+    shown = [one for one in found.ranks if one.rank in chosen][:MOST_NAMED]
+    if shown:
+        console.print()
+    for one in shown:
+        console.print(Text(printable(_line(one))))
+    if len(chosen) > len(shown):
+        console.print(Text(f"and {len(chosen) - len(shown)} more (--json lists all)"))
+
+
+def _line(one: RankState) -> str:
+    since = f" for {one.since_s:.1f} s" if one.since_s is not None else ""
+    note = f"; {one.note}" if one.note else ""
+    return f"rank {one.rank} {one.host}: {one.state}, {one.operation}{since}{note}"

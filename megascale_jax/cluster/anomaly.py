@@ -18,15 +18,12 @@ from megascale_jax.cluster.messages import Beat
 from megascale_jax.cluster.reports import ProcessReport
 from megascale_jax.cluster.state import CORRUPTION, LOSS_SPIKE, Suspicion
 from megascale_jax.config.cluster import ClusterConfig, Mode
+from megascale_jax.observe.marks import DEAF, PREPARATION, SECTION_ORDER
 
 _STEADY_STEPS = 20
 """Steps of a process before its step time is compared."""
-_ORDER = ("start", "preparation", "join", "restore", "evaluate", "checkpoint", "data", "compile", "step", "end")
-"""Sections as a process meets them with one count of steps: evaluation and save belong to the step before."""
 _SILENT_S = 5.0
 """Without a pulse for so long, a process that holds the others up is the one to blame."""
-_DEAF = ("start", "compile")
-"""Sections in which a library may hold the interpreter, and so the pulse, for long."""
 _FRESH_BEATS = 3.0
 """Beats after which what a node said last is no word on where its process is now."""
 _DRIFTS = 10
@@ -128,7 +125,7 @@ class Watcher:
             if now_s > self._since[key] + limit_s:
                 yield Suspicion(rule="halted", node=key[0], rank=rank, detail=f"stopped by a signal for {now_s - self._since[key]:.1f} s")
         for view, process in placed:
-            if process.state == "running" and process.section not in _DEAF and (silent_s := process.silent_s or 0.0) > limit_s:
+            if process.state == "running" and process.section not in DEAF and (silent_s := process.silent_s or 0.0) > limit_s:
                 yield Suspicion(rule="halted", node=view.name, rank=process.rank, detail=f"no thread of it has run for {silent_s:.1f} s")
 
     def _stuck(self, placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion]:
@@ -268,8 +265,8 @@ def _keywords(placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicio
 def _position(process: ProcessReport) -> tuple[int, int]:
     """Where a process is in its run: more is further."""
     is_preparing = process.section == "data" and not process.passes.get("restore", 0)
-    section = "preparation" if is_preparing else process.section
-    return process.step or 0, _ORDER.index(section) if section in _ORDER else 0
+    section = PREPARATION if is_preparing else process.section
+    return process.step or 0, SECTION_ORDER.index(section) if section in SECTION_ORDER else 0
 
 
 def _next_step(process: ProcessReport) -> int:

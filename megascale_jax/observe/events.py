@@ -37,6 +37,8 @@ DROPPED = "events dropped"
 ANCHOR = "clock anchor"
 """Instant whose text is the nanoseconds since 1970 at its begin."""
 
+PULSE_S = 5.0
+"""Between two calls of what `Events.each_pulse` was given."""
 FLUSH_S = 1.0
 ANCHOR_S = 60.0
 ROWS = 1 << 16

@@ -40,6 +40,12 @@ FLIP = ".flip"
 """Suffix of the file beside the marks that asks for it."""
 SECTIONS = ("start", "join", "data", "restore", "compile", "step", "evaluate", "checkpoint", "end")
 INSTANTS = ("resume", "skip", "spike", "corrupt", "saved", "published", "stop", "rewind")
+PREPARATION = "preparation"
+"""The first pass of ``data``, before there is a state."""
+SECTION_ORDER = ("start", PREPARATION, "join", "restore", "evaluate", "checkpoint", "data", "compile", "step", "end")
+"""Sections as a process meets them with one count of completed steps: evaluation and save belong to the step before."""
+DEAF = ("start", "compile")
+"""Sections in which a library may hold the interpreter, and so the pulse, for long."""
 UNTAUGHT_PASSES = {"step": 1}
 """First passes of a process that say nothing of the later ones, so ``longest_s`` leaves them out: JAX may compile the second step anew."""
 STEP_TIME_WEIGHT = 0.1

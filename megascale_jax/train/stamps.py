@@ -11,7 +11,6 @@ good to half of what lay in between. CPUs read the host's clock itself.
 import time
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import jax
 import numpy as np

@@ -203,7 +203,9 @@ class _Drawing:
     def row(self, pid: int, lane: str, name: str, row: Row, more: Mapping[str, str]) -> None:
         """A row in a lane."""
         numbers = {"tick": row.tick, "micro_batch": row.micro_batch, "chunk": row.chunk}
-        args = {key: value for key, value in numbers.items() if value >= 0} | ({"operations": row.name} if name == IDLE else {}) | more
+        args: dict[str, int | str] = (
+            {key: value for key, value in numbers.items() if value >= 0} | ({"operations": row.name} if name == IDLE else {}) | dict(more)
+        )
         event = {"ph": "X", "pid": pid, "tid": self._lane(pid, lane), "ts": self._us(row.begin_ns), "dur": row.duration_ns / 1e3}
         self.events.append({**event, "name": name, "cat": lane, "args": args})
 
