@@ -197,7 +197,7 @@ def test_what_takes_longer_than_ever_but_not_too_long_is_slow(hung):
 
 
 def test_a_run_that_has_finished_has_ended_and_one_that_was_killed_says_who_went_first(hung):
-    run, stand = hung
+    run, _ = hung
     with ranks_of(run, MESH) as ranks:
         for rank, events in ranks.events.items():
             ended = ranks.train(rank, STEPS)
