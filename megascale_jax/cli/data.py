@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from megascale_jax.observe.output import printable
 from megascale_jax.observe.report import check_json_path, write_json
 
 if TYPE_CHECKING:
@@ -128,7 +127,7 @@ def _print_rows(console: "Console", found: "Inspection") -> None:
         for number, segment in enumerate(row.segments):
             if number:
                 console.print(Rule("end of document", characters="-", style="cyan"))
-            console.print(Text(printable(segment.text)))
+            console.print(Text(_printable(segment.text)))
         if row.segments and row.segments[-1].ends:
             console.print(Rule("end of document, and of the row", characters="-", style="cyan"))
         console.print()
@@ -164,3 +163,8 @@ def _print_counts(console: "Console", folder: str, split: str, found: "Inspectio
 
 def _bar(share: float, width: int = 24) -> str:
     return "█" * round(share * width)
+
+
+def _printable(text: str) -> str:
+    """Text without control characters, which a terminal would obey."""
+    return "".join(sign if sign.isprintable() or sign in "\n\t" else "\N{REPLACEMENT CHARACTER}" for sign in text)

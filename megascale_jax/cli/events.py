@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from megascale_jax.cli.job import wide_console
 from megascale_jax.errors import UsageError
+from megascale_jax.observe.output import printable
 from megascale_jax.observe.report import check_json_path, write_json
 
 if TYPE_CHECKING:
@@ -152,4 +153,4 @@ def _print(console: Console, rows: list[dict[str, Any]], number: int) -> None:
 def _shown(value: object) -> str:
     """A value as text: names and texts come from logs too, so what a terminal would obey is written out."""
     text = "-" if value is None else f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    return printable(text)

@@ -101,7 +101,8 @@ class Events:
         self._ends, self._is_failing = False, False
         self._told = 0
         """Of the dropped ones, so many are on record."""
-        self._anchored_ns = -(1 << 62)
+        self._anchored_ns = self._pulsed_ns = -(1 << 62)
+        self._pulses: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
         if folder is None:
             return
@@ -129,6 +130,13 @@ class Events:
         if self._is_on:
             with self._lock:
                 self._facts = {**self._facts, **facts}
+
+    def each_pulse(self, tell: Callable[[], None]) -> None:
+        """Have the writing thread call ``tell`` every `PULSE_S` seconds, to record what the threads that it looks at cannot.
+
+        It must not wait for anything.
+        """
+        self._pulses.append(tell)
 
     def record(
         self,
@@ -271,6 +279,7 @@ class Events:
             ends, asked = self._ends, self._asked
             try:
                 writer = writer or _new_writer(self._folder)
+                self._pulse()
                 self._write(writer)
             except Exception as error:  # of the disk, of memory, of pyarrow: the process goes on, and so does this thread
                 if not self._is_failing:
@@ -283,6 +292,13 @@ class Events:
                 if writer is not None:
                     writer.close()
                 return
+
+    def _pulse(self) -> None:
+        now_ns = self.clock()
+        if self._is_on and now_ns - self._pulsed_ns >= PULSE_S * 1e9:
+            self._pulsed_ns = now_ns
+            for tell in self._pulses:
+                tell()
 
     def _write(self, writer: "SegmentWriter") -> None:
         """Take what is there and write it. Raises what disk, memory and pyarrow do; it is dropped then."""

@@ -5,7 +5,8 @@ the process for that, so one that waits for ever in a collective is seen as well
 A thread puts the time in each second, the *pulse*: one that waits has it, one that is frozen has not, though nothing else tells them
 apart. Without the variable there is no file.
 
-Whatever marks are told is an event too (`events.py`): each pass a span of its section's name, the rest instants, `INSTANTS`.
+Whatever marks are told is an event too (`events.py`): each pass a span of its section's name once it is over, the rest instants,
+`INSTANTS`. A pass that is not over is in the events' own pulse (`pulse.py`).
 
 A *section* is what the process does now, a *pass* one stay in it. ``compile`` is the first step of a process with its compilation, and
 its first held-out batch likewise. ``data`` is the preparation of data and then each wait for a batch.
@@ -30,6 +31,7 @@ from pathlib import Path
 
 from megascale_jax.errors import UsageError
 from megascale_jax.observe.events import Events
+from megascale_jax.observe.pulse import ALIVE, Alive
 from megascale_jax.observe.spike import Spike
 
 MARKS = "MEGASCALE_MARKS"
@@ -131,7 +133,10 @@ class Marks:
         """
         self.events = events or Events(None)
         self._clock, self._is_on = clock, path is not None or self.events.is_on
-        self._began_ns, self._pass_step = clock(), _NONE
+        self._pass = (SECTIONS[0], _NONE, clock())
+        """Section, step and begin of the present pass, in one piece because another thread reads it."""
+        if self.events.is_on:
+            self.events.each_pulse(self._alive)
         self._map: mmap.mmap | None = None
         scalars = dict.fromkeys(_SCALARS, 0) | dict.fromkeys(("saved", "durable", *_ODD_RANKS), _NONE)
         scalars |= {"pid": os.getpid(), "rank": rank, "attempt": attempt}
@@ -141,7 +146,7 @@ class Marks:
                 self._map = _make_file(path)
             except OSError as error:
                 raise UsageError(f"{path}: {error.strerror}; {MARKS} must name a file in a folder that this process can write") from error
-            self._values[_ENTERED] = self._began_ns
+            self._values[_ENTERED] = self._pass[2]
             self._write()
             self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, _FILE_BYTES)
 
@@ -173,7 +178,7 @@ class Marks:
             return
         now = self._clock()
         self._complete(now)
-        self._began_ns, self._pass_step = now, step
+        self._pass = (section, step, now)
         self._values[_SECTION] = _SECTION_INDEX[section]
         self._values[_ENTERED] = now
         self._write()
@@ -184,18 +189,18 @@ class Marks:
         if not self._is_on:
             yield
             return
-        outer, outer_pass, began = self._values[_SECTION], (self._began_ns, self._pass_step), self._clock()
+        outer, outer_pass, began = self._values[_SECTION], self._pass, self._clock()
         outer_ns = began - self._values[_ENTERED]
         self._values[_SECTION] = _SECTION_INDEX[section]
         self._values[_ENTERED] = began
-        self._began_ns, self._pass_step = began, step
+        self._pass = (section, step, began)
         self._write()
         try:
             yield
             self._complete(self._clock())
         finally:
             self._values[_SECTION] = outer
-            self._began_ns, self._pass_step = outer_pass
+            self._pass = outer_pass
             self._values[_ENTERED] = self._clock() - outer_ns
             self._write()
 
@@ -265,7 +270,12 @@ class Marks:
         return True
 
     def _tell(self, now: int) -> None:
-        self.events.record(SECTIONS[int(self._values[_SECTION])], self._began_ns, now - self._began_ns, step=self._pass_step)
+        section, step, began_ns = self._pass
+        self.events.record(section, began_ns, now - began_ns, step=step)
+
+    def _alive(self) -> None:
+        section, step, began_ns = self._pass
+        self.events.instant(ALIVE, step=step, text=Alive(section=section, since_ns=began_ns).model_dump_json())
 
     def _complete(self, now: int) -> None:
         values = self._values

@@ -49,5 +49,5 @@ def outlive_full_disks() -> None:
 
 
 def printable(text: str) -> str:
-    """Text without control characters, which a terminal would obey."""
-    return "".join(sign if sign.isprintable() or sign in "\n\t" else "\N{REPLACEMENT CHARACTER}" for sign in text)
+    """Text on one line with control characters, which a terminal would obey, as escapes."""
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)

@@ -134,14 +134,15 @@ def make_plan(experiment: Experiment, devices: Sequence[Any]) -> Plan:
 
     Raises ConfigError when the mesh needs more devices, or other ones than the target's, or an operator cannot run on the target.
     """
-    Target.of(experiment.system).check(devices)
+    target = Target.of(experiment.system)
+    target.check(devices)
     model, parallel = experiment.model, experiment.parallel
     layout = Layout.of(model, parallel)
     mesh = make_mesh(layout.mesh, devices)
     zero = ZeroSharding(model, layout, jnp.dtype(experiment.train.compute_dtype))
     communication = RingTensorParallel() if parallel.tensor_overlap == "ring" else TensorParallel()
     transformer = Transformer(model, select(model, experiment.system), communication, zero.columns)
-    clock = Clock(Target.of(experiment.system)) if experiment.train.events.enabled and experiment.train.events.stamps else None
+    clock = Clock(target, axes.MESH_AXES) if experiment.train.events.enabled and experiment.train.events.stamps else None
     return Plan(experiment, layout, mesh, zero, Pipeline(transformer, layout, parallel, zero, clock))
 
 

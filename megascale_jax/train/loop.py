@@ -199,6 +199,7 @@ class Trainer:
         train = self.experiment.train
         unread: tuple[int, dict[str, Any]] | None = None
         step, stopping = first, False
+        self.stamps.begin(first)
         while step < train.steps and not stopping:
             self.marks.enter("data", step + 1)
             asked_at = time.monotonic()

@@ -9,15 +9,17 @@ good to half of what lay in between. CPUs read the host's clock itself.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import jax
 import numpy as np
 
 from megascale_jax.kernels.clock.api import STAMP, nanoseconds
 from megascale_jax.observe.events import STEP_END, Events
-from megascale_jax.parallel.pipeline.stamps import IDLE, STEP_NAMES, STEP_SPAN, StepStamps
+from megascale_jax.observe.pulse import PASSED, Passed
+from megascale_jax.parallel.pipeline.stamps import IDLE, LAST_TICK, STEP_NAMES, STEP_SPAN, StepStamps
 from megascale_jax.parallel.plan import Plan
 
 _TRIES = 5
@@ -38,6 +40,21 @@ class StampEvents:
         self._sums = cache(lambda stage: _Sums.of(self._stamps, stage))
         self._units = cache(self._stamps.units)
         self._offsets_ns = dict.fromkeys(self._places, 0)
+        self._watch = _Watch(self._stamps, self._units)
+
+    def begin(self, first: int) -> None:
+        """The next step is ``first + 1``. From now on each pulse of the events says where the devices are in their step (`pulse.py`)."""
+        if not self.is_on:
+            return
+        taken = self._plan.executor.clock.taken
+        before = {number: count for number, _ in self._places.values() if (count := taken(number)) is not None}
+
+        def pulse() -> None:
+            for number, stage in self._places.values():
+                if number in before:
+                    self._watch.tell(self._events, number, stage, first + 1, taken(number) - before[number])
+
+        self._events.each_pulse(pulse)
 
     def calibrate(self) -> None:
         """Compare the devices' clocks with the host's; the devices must have nothing to do."""
@@ -82,7 +99,7 @@ class StampEvents:
         self._events.instant(STEP_END, begin_ns=int(ns_n[table.end[norm]]), lane="compute", device=device, step=step)
         if step % self._detail_every == 0:
             micro_batch, chunk = self._units(stage)
-            ticks = np.where(np.abs(table.tick) < 2**30, table.tick, -1)
+            ticks = np.array([_shown_tick(int(tick)) for tick in table.tick], np.int32)
             self._events.many(
                 name=(table.name, table.names),
                 lane=(table.lane, table.lanes),
@@ -94,6 +111,33 @@ class StampEvents:
                 microbatch=micro_batch,
                 chunk=chunk,
             )
+
+
+@dataclass(frozen=True)
+class _Watch:
+    """Which span a device is in by the number of stamps that it has taken."""
+
+    table: StepStamps
+    units: Callable[[int], tuple[np.ndarray, np.ndarray]]
+
+    def tell(self, events: Events, device: int, stage: int, first: int, taken: int) -> None:
+        """Record where a device is that has taken so many stamps, the first ones of step ``first``; at a step's end the step is done."""
+        table = self.table
+        done, stamps = divmod(taken, table.count)
+        place = {"lane": "compute", "device": device}
+        if not stamps:
+            passed = Passed(stamps=table.count if done else 0, of=table.count)
+            events.instant(PASSED, step=first + done - bool(done), text=passed.model_dump_json(), **place)
+            return
+        span = self._by_end[min(np.searchsorted(table.end[self._by_end], stamps), len(self._by_end) - 1)]
+        passed = Passed(stamps=stamps, of=table.count, name=table.names[table.name[span]], lane=table.lanes[table.lane[span]])
+        micro_batch, chunk = self.units(stage)
+        place |= {"tick": _shown_tick(int(table.tick[span])), "microbatch": int(micro_batch[span]), "chunk": int(chunk[span])}
+        events.instant(PASSED, step=first + done, text=passed.model_dump_json(), **place)
+
+    @cached_property
+    def _by_end(self) -> np.ndarray:
+        return np.argsort(self.table.end)
 
 
 @dataclass(frozen=True)
@@ -128,3 +172,8 @@ class _Sums:
         names = tuple(dict.fromkeys(key[0] for key in groups))
         columns = ([names.index(key[0]) for key in groups], *zip(*(key[1:] for key in groups), strict=True))
         return cls(names, np.array(group), np.array(first), *(np.array(column, np.int32) for column in columns))
+
+
+def _shown_tick(tick: int) -> int:
+    """What is outside all ticks has none."""
+    return tick if 0 <= tick < LAST_TICK else -1

@@ -18,7 +18,8 @@ from pydantic import ValidationError
 
 from megascale_jax.errors import RunFolderError
 from megascale_jax.observe.event_files import STORED, is_over, read_stream
-from megascale_jax.observe.event_segments import OPEN_SUFFIX, Facts
+from megascale_jax.observe.event_paths import OPEN_SUFFIX
+from megascale_jax.observe.event_segments import Facts
 from megascale_jax.observe.marks import PREPARATION, SECTION_ORDER, SECTIONS, UNTAUGHT_PASSES
 from megascale_jax.observe.pulse import ALIVE, PASSED, Alive, Passed
 from megascale_jax.views.ranks import facts_of, files_of_trainers

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megascale_jax.errors import RunFolderError, UsageError
-from megascale_jax.observe.event_files import found, process_of, read_facts, read_parquet_facts
-from megascale_jax.observe.event_segments import OPEN_SUFFIX, Facts
+from megascale_jax.observe.event_files import read_facts, read_parquet_facts
+from megascale_jax.observe.event_paths import OPEN_SUFFIX, found, process_of
+from megascale_jax.observe.event_segments import Facts
 from megascale_jax.observe.events import EVENTS_FOLDER
 
 

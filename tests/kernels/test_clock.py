@@ -83,3 +83,32 @@ def test_stamps_beyond_32_bits_keep_all_their_digits():
     assert (nanoseconds(words) == values).all()
     with pytest.raises(AssertionError, match="no stamps"):
         nanoseconds(values)
+
+
+def test_stamps_of_a_mesh_are_counted_by_device():
+    """What a host can see while a program runs: every device's own count, also in loops."""
+    devices = np.array(jax.devices()[:4]).reshape(2, 1, 2)
+    mesh = jax.sharding.Mesh(devices, ("a", "b", "c"))
+    clock = Clock(HERE, ("a", "b", "c"))
+
+    def turn(last, x):
+        stamps = Stamps(clock, last)
+        stamps.mark(x)
+        return stamps.last, stamps.all()
+
+    def body(x):
+        stamps = Stamps(clock)
+        stamps.take({"one": x, "other": x[0]})
+        last, taken = jax.lax.scan(turn, stamps.last, x)
+        stamps.append(taken, last)
+        return stamps.all()[None]
+
+    spec = PartitionSpec(("a", "b", "c"))
+    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    x = jax.device_put(np.ones((4 * 5, 8), np.float32), jax.NamedSharding(mesh, spec))
+    before = [clock.taken(device) for device in range(4)]
+    for _ in range(2):
+        stamps = jax.block_until_ready(program(x))
+    assert stamps.shape == (4, 6, 2)
+    assert [clock.taken(device) - count for device, count in enumerate(before)] == [2 * 6, 2 * 6, 2 * 6, 2 * 6]
+    assert Clock(HERE).taken(0) is None and clock.taken(1 << 20) == 0

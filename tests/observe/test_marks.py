@@ -1,6 +1,7 @@
 """Marks read from outside: whole at every moment, also in the middle of a write, of stopped and of killed processes."""
 
 import math
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from megascale_jax.errors import UsageError
 from megascale_jax.observe.marks import ATTEMPT, INSTANTS, MARKS, PULSE_S, SECTIONS, UNTAUGHT_PASSES, Marks, read_marks
+from megascale_jax.observe.pulse import ALIVE
 from megascale_jax.observe.spike import Spike
 
 LIMIT_S = 30
@@ -60,6 +62,9 @@ class Told:
 
     def __init__(self):
         self.spans, self.instants, self.facts, self.is_closed = [], [], {}, False
+
+    def each_pulse(self, tell):
+        self.pulse = tell
 
     def record(self, name, begin_ns, duration_ns, *, step):
         self.spans.append((name, begin_ns, duration_ns, step))
@@ -111,6 +116,22 @@ def test_passes_are_spans_and_all_else_instants(path, has_file):
         *(("saved", 7), ("published", 6), ("spike", 4), ("resume", 5), ("skip", 8), ("corrupt", 9))
     ]
     assert {name for name, _, _ in told.instants} < set(INSTANTS)
+
+
+def test_the_pulse_of_events_tells_the_pass_that_goes_on():
+    clock, told = Clock(), Told()
+    marks = Marks(events=told, clock=clock)
+    clock.wait(2)
+    marks.enter("data", 3)
+    began = clock.now
+    clock.wait(4)
+    told.pulse()
+    with marks.section("checkpoint", 2):
+        told.pulse()
+    told.pulse()
+    found = [(name, step, json.loads(text)) for name, step, text in told.instants]
+    sections = [("data", 3, began), ("checkpoint", 2, clock.now), ("data", 3, began)]
+    assert found == [(ALIVE, step, {"section": section, "since_ns": since}) for section, step, since in sections]
 
 
 def test_file_and_attempt_are_those_of_the_environment(path):

@@ -16,6 +16,7 @@ from megascale_jax.observe.event_store import read_events
 from megascale_jax.observe.events import Events
 from megascale_jax.observe.marks import INSTANTS, MARKS, Marks, read_marks
 from megascale_jax.observe.metrics import read_metrics
+from megascale_jax.observe.pulse import ALIVE
 from megascale_jax.observe.spike import SpikeWatch
 from megascale_jax.train.flip import DRILL
 from megascale_jax.train.folder import RunFolder
@@ -211,7 +212,7 @@ def test_events_tell_the_way_of_a_run_and_of_its_continuation(prepared, tmp_path
     assert steps("checkpoint", 0) == [4, 8] and steps("saved", 0) == [4, 8] and steps("published", 0)[-1] == 8
     assert (steps("stop", 0)[0], steps("resume", 0), steps("resume", 1)) == (7, [], [8])
     assert {row["name"] for row in rows if row["attempt"] == 1} >= {"start", "restore", "compile", "end", "resume"}
-    assert all(row["is_instant"] == (row["name"] in INSTANTS) for row in rows)
+    assert all(row["is_instant"] == (row["name"] in (*INSTANTS, ALIVE)) for row in rows)
     assert {(fact.mesh, fact.devices, fact.run) for fact in facts} == {((1, 2, 2), (0, 1, 2, 3), RunFolder(path).identity())}
 
 

@@ -26,11 +26,13 @@ def train_steps(run, steps, **parallel):
     programs, events = make_steps(experiment, plan), Events(run / EVENTS_FOLDER)
     events.describe(mesh=plan.mesh.devices.shape, devices=list(range(plan.mesh.size)))
     out = StampEvents(plan, events, 1)
+    out.begin(0)
     state, m = initial_state(plan, programs.optimizer, 0), experiment.num_micro_batches
     shape = (m, experiment.train.global_batch_size // m, experiment.model.sequence_length)
     tokens = np.random.default_rng(0).integers(0, 100, shape).astype(np.int32)
     positions = np.broadcast_to(np.arange(shape[-1], dtype=np.int32), shape).copy()
     rows = {"tokens": tokens, "targets": tokens, "segment_ids": np.ones_like(tokens), "positions": positions}
+    untouched, counts = [plan.executor.clock.taken(device) for device in range(plan.mesh.size)], []
     for step in range(1, steps + 1):
         began_ns = time.monotonic_ns()
         batch = place_batch(plan, rows)
@@ -39,5 +41,8 @@ def train_steps(run, steps, **parallel):
             state, metrics = programs.train(state, batch, place_vote(plan, False))
             jax.block_until_ready((state, metrics))
         out.write(step, metrics["stamps"])
+        counts.append([plan.executor.clock.taken(device) - before for device, before in enumerate(untouched)])
     events.close()
+    each = plan.executor.stamps(m).count
+    assert counts == [[step * each] * plan.mesh.size for step in range(1, steps + 1)], "every stamp of every device was counted"
     return plan.executor.schedule(m), plan.mesh.devices.shape

@@ -4,6 +4,9 @@ A stamp is one call with two operands that it need not read: a value that must b
 that stamps are taken in the order of the program, and none is merged with another or moved out of a loop. What is to come after a
 stamp is tied to it by a barrier (`Stamps.tie`). Stamps are results like any other: no host waits for them.
 
+CPU devices also count their stamps in memory that the host reads while the program runs (`Clock.taken`), so that one which hangs says
+where it is. A GPU would need pages of the host mapped for it, which XLA does not give to kernels.
+
 On GPUs a kernel of one warp reads the global timer, in nanoseconds of the GPU's own epoch; on CPUs a native handler reads
 ``CLOCK_MONOTONIC`` of the host, the clock of `time.monotonic_ns`. JAX has no 64-bit integers by default, so a stamp is int32 ``[2]``,
 the low word first: an array ``[..., 2]`` of them is an int64 ``[...]`` on the host (`nanoseconds`).
@@ -24,14 +27,20 @@ STAMP = jax.ShapeDtypeStruct((2,), jnp.int32)
 class Clock:
     """Reads the clock of the devices of a target; see `Stamps`."""
 
-    def __init__(self, target: Target):
+    def __init__(self, target: Target, axes: tuple[str, ...] = ()):
+        """``axes``: mesh axes over which the programs are mapped; with them stamps of CPU devices are counted."""
         on_gpus = target.platform == "gpu"
         self._module = import_module(f"megascale_jax.kernels.clock.{'triton' if on_gpus else 'host'}")
         self._options: dict[str, Any] = {"architecture": target.architecture} if on_gpus else {}
+        self._counted: dict[str, Any] = {"axes": axes} if axes and not on_gpus else {}
 
-    def stamp(self, after: jax.Array, previous: jax.Array) -> jax.Array:
-        """The time once ``after`` and the stamp ``previous`` are there, int32 ``[2]``."""
-        return self._module.stamp(after, previous, **self._options)
+    def stamp(self, after: jax.Array, previous: jax.Array, *, counts: bool = True) -> jax.Array:
+        """The time once ``after`` and the stamp ``previous`` are there, int32 ``[2]``; ``counts``: it is one of those `taken`."""
+        return self._module.stamp(after, previous, **self._options, **(self._counted if counts else {}))
+
+    def taken(self, device: int) -> int | None:
+        """Stamps that a device of this process has taken since the process began, by its index in the mesh; ``None``: not counted."""
+        return self._module.taken(device) if self._counted else None
 
 
 class Stamps:
@@ -49,8 +58,10 @@ class Stamps:
         """A stamp once all of ``after`` is there, a tree of arrays. What reads them does not wait for it."""
         if self.clock is not None:
             assert self.last is not None, "there is a clock"
-            for array in jax.tree.leaves(after):
-                self.last = self.clock.stamp(array, self.last)
+            *others, final = jax.tree.leaves(after)
+            for array in others:
+                self.last = self.clock.stamp(array, self.last, counts=False)
+            self.last = self.clock.stamp(final, self.last)
             self._taken.append(self.last)
 
     def tie(self, values: Any) -> Any:

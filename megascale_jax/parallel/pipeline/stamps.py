@@ -157,7 +157,7 @@ class _Layout:
 
     def step(self, name: str, lane: Lane) -> None:
         """From the last stamp to a new one."""
-        tick = _FIRST if name == STEP_NAMES[0] else _LAST
+        tick = _FIRST if name == STEP_NAMES[0] else LAST_TICK
         self.rows.append((name, lane, "step", tick, self.place - 1, self.place))
         self.place += 1
 
@@ -169,5 +169,5 @@ class _Layout:
             self.place += count
 
 
-_FIRST, _LAST = -2, 2**31 - 1
+_FIRST, LAST_TICK = -2, 2**31 - 1
 """Ticks of what comes before and after all ticks, for the order."""
