@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from megascale_jax.errors import RunFolderError, UsageError
-from megascale_jax.observe.event_files import STORED, Summary, is_over, read_parquet_facts, read_stream
+from megascale_jax.observe.event_files import STORED, Summary, is_over, read_facts, read_parquet_facts, read_stream
 from megascale_jax.observe.event_paths import found, process_of
 from megascale_jax.observe.event_segments import Facts
 from megascale_jax.observe.events import EVENTS_FOLDER
@@ -107,6 +107,8 @@ def _opened(run: Path, ranks: Collection[int] | None, steps: range | None) -> tu
         return facts is None or ranks is None or facts.rank in ranks
 
     for path in segments:
+        if ranks is not None and (known := read_facts(path)) is not None and known.rank not in ranks:
+            continue
         is_open = not is_over(path)
         stream = read_stream(path, steps)
         if is_wanted(stream.facts):

@@ -1,7 +1,8 @@
 """One step of a run as its events tell it: what each device computed and waited for, what its processes did meanwhile. No JAX.
 
 A step with *details* has every phase of every tick, any other the sums of its units (`train/stamps.py`). Of a step that was trained
-more than once, after a resume, the newest attempt counts, and in it the newest process of a rank.
+more than once, after a resume, the newest attempt counts, and in it the newest process of a rank. Times of other hosts are moved to the clock of
+the lowest rank's by what `offsets.py` finds in the steps around; processes of one host share a clock as it is.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -14,7 +15,8 @@ import numpy as np
 
 from megascale_jax.errors import UsageError
 from megascale_jax.observe.event_segments import Facts
-from megascale_jax.observe.event_store import read_events
+from megascale_jax.observe.event_store import EventStore, read_events
+from megascale_jax.observe.offsets import offsets
 from megascale_jax.parallel.pipeline.schedule import Schedule
 from megascale_jax.parallel.pipeline.stamps import LATE_SLOTS, PASSES, STEP_NAMES, STEP_SPAN, Pass
 
@@ -24,7 +26,7 @@ UNIT_PASSES: tuple[Pass, ...] = ("forward", "backward", "weight")
 
 @dataclass(frozen=True)
 class Row:
-    """An event. ``begin_ns``: since 1970, by the clock of its host; ``duration_ns`` of a sum is less than what it stretches over."""
+    """An event. ``begin_ns``: since 1970, by one clock for all; ``duration_ns`` of a sum is less than what it stretches over."""
 
     name: str
     lane: str
@@ -138,7 +140,7 @@ def read_timeline(run: Path, step: int, ranks: Collection[int] | None = None, de
 
     Raises RunFolderError when the run has no events, and UsageError when there are none of that step.
     """
-    with read_events(run, ranks=ranks, steps=range(step, step + 1)) as store:
+    with read_events(run, ranks=ranks, steps=range(step - _AROUND, step + _AROUND + 1)) as store:
         facts = {file.process: file.facts for file in store.files if file.facts is not None}
         attempt = store.sql(f"select max(attempt) as newest from events where role = 'trainer' and device >= 0 and step = {step}")
         number = attempt.to_pylist()[0]["newest"]
@@ -148,7 +150,8 @@ def read_timeline(run: Path, step: int, ranks: Collection[int] | None = None, de
             raise UsageError(f"{run} has no events of devices in step {step}; {where}")
         where = f"attempt = {number} and role in ('trainer', 'keeper') and step = {step}"
         found = store.sql(f"select {', '.join(_COLUMNS)} from events where {where} order by unix_ns").to_pylist()
-        notes = store.notes
+        later_ns, spread_ns = _clocks(store, facts, found)
+        notes = [*store.notes, f"clocks of hosts are aligned to within {spread_ns / 1e3:.0f} us"] if spread_ns else store.notes
     mesh = next((fact.mesh for fact in facts.values() if fact.mesh is not None and fact.attempt == number), None)
     if mesh is None:
         raise UsageError(f"the events of step {step} do not say of which mesh they are: their files are damaged")
@@ -156,30 +159,43 @@ def read_timeline(run: Path, step: int, ranks: Collection[int] | None = None, de
     hosts: dict[int, Host] = {}
     for (device, process), rows in sorted(_by_device(_of_newest_processes(found)).items()):
         if device >= 0 and (devices is None or device in devices):
-            shown.append(_device(device, mesh, facts[process], rows))
+            shown.append(_device(device, mesh, facts[process], rows, later_ns.get(process, 0)))
         elif device < 0:
             rank, before = facts[process].rank, hosts.get(facts[process].rank)
             more = () if before is None else before.rows
-            hosts[rank] = Host(rank, facts[process].host, more + tuple(map(_row, rows)))
-    return Timeline(step, number, mesh, tuple(shown), tuple(hosts.values()), notes)
+            hosts[rank] = Host(rank, facts[process].host, more + tuple(_row(row, later_ns.get(process, 0)) for row in rows))
+    return Timeline(step, number, mesh, tuple(shown), tuple(hosts.values()), tuple(notes))
 
 
-_COLUMNS = (
-    "name",
-    "lane",
-    "device",
-    "tick",
-    "microbatch",
-    "chunk",
-    "unix_ns",
-    "duration_ns",
-    "is_instant",
-    "text",
-    "process",
-    "role",
-    "rank",
-)
+_NUMBERS = ("device", "tick", "microbatch", "chunk", "begin_ns", "unix_ns", "duration_ns")
+_COLUMNS = ("name", "lane", *_NUMBERS, "is_instant", "text", "process", "role", "rank")
 Found = Mapping[str, Any]
+_AROUND = 8
+"""Steps before and after, by which clocks are compared."""
+
+
+def _clocks(store: EventStore, facts: Mapping[str, Facts], rows: Sequence[Found]) -> tuple[Mapping[str, int], float]:
+    """By process how much later its host's clock is than that of the lowest rank's host, ns, and how well that is known.
+
+    It is taken at the process's first row of the step: clocks do not drift by a microsecond within one.
+    """
+    first: dict[str, Found] = {}
+    for row in rows:
+        first.setdefault(row["process"], row)
+    lowest = sorted((facts[process].rank, process) for process in first if process in facts and facts[process].role == "trainer")
+    known = offsets(store)
+    if not lowest or lowest[0][1] not in known:
+        return {}, 0.0
+    reference = first[lowest[0][1]]
+    to_unix_ns = reference["unix_ns"] - reference["begin_ns"]
+    by_boot: dict[str, tuple[int, float]] = {facts[lowest[0][1]].boot_id: (0, 0.0)}
+    for _, process in lowest:
+        if facts[process].boot_id not in by_boot and process in known:
+            row, offset = first[process], known[process]
+            mapped_ns = int(offset.to_reference(np.array([row["begin_ns"]]))[0]) + to_unix_ns
+            by_boot[facts[process].boot_id] = (row["unix_ns"] - mapped_ns, offset.uncertainty_ns or 0.0)
+    later_ns = {process: by_boot[facts[process].boot_id][0] for process in first if process in facts and facts[process].boot_id in by_boot}
+    return later_ns, max(spread for _, spread in by_boot.values())
 
 
 def _of_newest_processes(rows: Sequence[Found]) -> list[Found]:
@@ -197,21 +213,21 @@ def _by_device(rows: Sequence[Found]) -> dict[tuple[int, str], list[Found]]:
     return found
 
 
-def _device(number: int, mesh: tuple[int, int, int], facts: Facts, rows: Sequence[Found]) -> Device:
+def _device(number: int, mesh: tuple[int, int, int], facts: Facts, rows: Sequence[Found], later_ns: int) -> Device:
     spans = [row for row in rows if not row["is_instant"]]
-    step = next((_row(row) for row in spans if row["name"] == STEP_SPAN), None)
+    step = next((_row(row, later_ns) for row in spans if row["name"] == STEP_SPAN), None)
     phases: dict[tuple[str, int], Row] = {}
     sums: list[Row] = []
     has_details = any("." in row["name"] for row in spans)
     for row in spans:
         if "." in row["name"] or (has_details and row["name"] in STEP_NAMES):
-            phases.setdefault((row["name"], row["unix_ns"]), _row(row))  # what is outside the ticks is among the sums as well
+            phases.setdefault((row["name"], row["unix_ns"]), _row(row, later_ns))  # what is outside the ticks is among the sums as well
         elif row["name"] != STEP_SPAN:
-            sums.append(_row(row))
+            sums.append(_row(row, later_ns))
     pipe, data, tensor = (int(place) for place in np.unravel_index(number, mesh))
     return Device(number, (pipe, data, tensor), facts.rank, facts.host, step, tuple(phases.values()), tuple(sums))
 
 
-def _row(row: Found) -> Row:
-    numbers = (row["tick"], row["microbatch"], row["chunk"], row["unix_ns"], row["duration_ns"])
+def _row(row: Found, later_ns: int) -> Row:
+    numbers = (row["tick"], row["microbatch"], row["chunk"], row["unix_ns"] - later_ns, row["duration_ns"])
     return Row(row["name"], row["lane"], *numbers, row["text"])

@@ -1,7 +1,7 @@
 """Marks read from outside: whole at every moment, also in the middle of a write, of stopped and of killed processes."""
 
-import math
 import json
+import math
 import os
 import signal
 import subprocess

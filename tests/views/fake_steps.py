@@ -28,8 +28,24 @@ class FakeDevice(NamedTuple):
     process_index: int
 
 
-def write_steps(run, stamps, mesh, steps, *, detail_every=1, ranks=1, attempt=0, seed=0):
-    """A run's events of all devices of ``mesh``, evenly owned by ``ranks`` processes; the stamps of every step and device, ns."""
+def fake_plan(stamps, mesh, own, clock=None):
+    """What `StampEvents` asks of a plan; this process has the devices ``own``."""
+    count = int(np.prod(mesh))
+    devices = np.empty(count, object)
+    for number in range(count):
+        devices[number] = FakeDevice(number, int(number not in own))
+    return SimpleNamespace(
+        executor=SimpleNamespace(clock=clock or object(), stamps=lambda _: stamps),
+        mesh=SimpleNamespace(devices=devices.reshape(mesh)),
+        experiment=SimpleNamespace(num_micro_batches=stamps.schedule.micro_batches),
+    )
+
+
+def write_steps(run, stamps, mesh, steps, *, detail_every=1, ranks=1, attempt=0, seed=0, hosts=()):
+    """A run's events of all devices of ``mesh``, evenly owned by ``ranks`` processes; the stamps of every step and device, ns.
+
+    ``hosts``: by rank its host's name, and how much its clock is ahead, ns.
+    """
     run.mkdir(exist_ok=True)
     rng = np.random.default_rng(seed)
     count = int(np.prod(mesh))
@@ -38,23 +54,17 @@ def write_steps(run, stamps, mesh, steps, *, detail_every=1, ranks=1, attempt=0,
     own = count // ranks
     for rank in range(ranks):
         numbers = range(rank * own, (rank + 1) * own)
-        devices = np.empty(count, object)
-        for number in range(count):
-            devices[number] = FakeDevice(number, int(number not in numbers))
-        devices = devices.reshape(mesh)
-        executor = SimpleNamespace(clock=object(), stamps=lambda _: stamps)
-        plan = SimpleNamespace(
-            executor=executor,
-            mesh=SimpleNamespace(devices=devices),
-            experiment=SimpleNamespace(num_micro_batches=stamps.schedule.micro_batches),
-        )
+        plan = fake_plan(stamps, mesh, numbers)
         events = Events(run / EVENTS_FOLDER, rank=rank, attempt=attempt)
         events.describe(mesh=mesh, devices=list(numbers))
+        name, ahead_ns = hosts[rank] if hosts else ("", 0)
+        if hosts:  # another kernel, with another monotonic clock that began as much later as its wall clock is ahead
+            events.describe(host=name, boot_id=name)
         out = StampEvents(plan, events, detail_every)
         for step in steps:
             shards = [
-                SimpleNamespace(device=device, data=times[step, device.number].astype("<i8").view(np.int32).reshape(1, -1, 2))
-                for device in devices.flat
+                SimpleNamespace(device=device, data=(times[step, device.number] + ahead_ns).astype("<i8").view(np.int32).reshape(1, -1, 2))
+                for device in plan.mesh.devices.flat
                 if device.number in numbers
             ]
             out.write(step, SimpleNamespace(addressable_shards=shards))

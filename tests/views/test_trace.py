@@ -233,3 +233,15 @@ def test_of_a_large_mesh_one_pipeline_is_drawn():
     devices, note = chosen((12, 128, 8), None)
     assert devices == [stage * 1024 for stage in range(12)] and "12,288 devices" in note
     assert chosen((12, 128, 8), {1}) == (list(range(1024, 2048)), "")
+
+
+def test_hosts_are_drawn_by_one_clock(tmp_path):
+    """The second host's clock is 3 s ahead: its steps end with those of the first all the same."""
+    run, stamps = tmp_path / "run", stamps_of(Schedule(2, 1, 2, 1))
+    write_steps(run, stamps, (2, 1, 1), range(1, 12), ranks=2, hosts=(("here", 0), ("there", 3 * 10**9)))
+    timeline = read_timeline(run, 6)
+    first, second = timeline.devices
+    assert (first.host, second.host) == ("here", "there")
+    lasted = [device.step.end_ns for device in timeline.devices]
+    assert abs(lasted[1] - lasted[0]) < 10**8, "durations are random, so ends are within those of a step"
+    assert any("clocks of hosts are aligned" in note for note in timeline.notes)

@@ -60,7 +60,7 @@ def test_every_unit_is_stamped_once_in_the_order_of_the_schedule(grid):
 @given(GRIDS)
 def test_spans_lie_within_the_stamps_and_follow_each_other(grid):
     _, stamps = stamps_of(*grid)
-    assert ((0 <= stamps.begin) & (stamps.end == stamps.begin + 1) & (stamps.end < stamps.count)).all()
+    assert ((stamps.begin >= 0) & (stamps.end == stamps.begin + 1) & (stamps.end < stamps.count)).all()
     assert len(set(stamps.begin)) == len(stamps.begin), "no time is counted twice"
     assert (np.diff(stamps.tick.astype(np.int64)) >= 0).all()
     for tick in set(stamps.tick):
