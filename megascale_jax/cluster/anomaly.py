@@ -230,7 +230,7 @@ def _given_up(placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicio
     for view, process in placed:
         if process.state == "stopped":
             yield Suspicion(rule="halted", node=view.name, rank=process.rank, detail="stopped by a signal, and the others gave it up")
-        elif process.state == "running" and process.section not in _DEAF and (silent_s := process.silent_s or 0.0) > _SILENT_S:
+        elif process.state == "running" and process.section not in DEAF and (silent_s := process.silent_s or 0.0) > _SILENT_S:
             detail = f"no thread of it has run for {silent_s:.1f} s, and the others gave it up"
             yield Suspicion(rule="halted", node=view.name, rank=process.rank, detail=detail)
 

@@ -46,13 +46,16 @@ class StampEvents:
         """The next step is ``first + 1``. From now on each pulse of the events says where the devices are in their step (`pulse.py`)."""
         if not self.is_on:
             return
-        taken = self._plan.executor.clock.taken
-        before = {number: count for number, _ in self._places.values() if (count := taken(number)) is not None}
+        clock = self._plan.executor.clock
+        assert clock is not None, "it is on"
+        taken = clock.taken
+        before = {number: taken(number) for number, _ in self._places.values()}
 
         def pulse() -> None:
             for number, stage in self._places.values():
-                if number in before:
-                    self._watch.tell(self._events, number, stage, first + 1, taken(number) - before[number])
+                count, base = taken(number), before[number]
+                if count is not None and base is not None:
+                    self._watch.tell(self._events, number, stage, first + 1, count - base)
 
         self._events.each_pulse(pulse)
 

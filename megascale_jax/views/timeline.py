@@ -1,8 +1,8 @@
 """One step of a run as its events tell it: what each device computed and waited for, what its processes did meanwhile. No JAX.
 
 A step with *details* has every phase of every tick, any other the sums of its units (`train/stamps.py`). Of a step that was trained
-more than once, after a resume, the newest attempt counts, and in it the newest process of a rank. Times of other hosts are moved to the clock of
-the lowest rank's by what `offsets.py` finds in the steps around; processes of one host share a clock as it is.
+more than once, after a resume, the newest attempt counts, and in it the newest process of a rank. Times of other hosts are moved to
+the clock of the lowest rank's by what `offsets.py` finds in the steps around; processes of one host share a clock as it is.
 """
 
 from collections.abc import Collection, Mapping, Sequence

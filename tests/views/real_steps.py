@@ -32,7 +32,8 @@ def train_steps(run, steps, **parallel):
     tokens = np.random.default_rng(0).integers(0, 100, shape).astype(np.int32)
     positions = np.broadcast_to(np.arange(shape[-1], dtype=np.int32), shape).copy()
     rows = {"tokens": tokens, "targets": tokens, "segment_ids": np.ones_like(tokens), "positions": positions}
-    untouched, counts = [plan.executor.clock.taken(device) for device in range(plan.mesh.size)], []
+    taken, counts = plan.executor.clock.taken, []
+    untouched = list(map(taken, range(plan.mesh.size)))
     for step in range(1, steps + 1):
         began_ns = time.monotonic_ns()
         batch = place_batch(plan, rows)
@@ -41,7 +42,7 @@ def train_steps(run, steps, **parallel):
             state, metrics = programs.train(state, batch, place_vote(plan, False))
             jax.block_until_ready((state, metrics))
         out.write(step, metrics["stamps"])
-        counts.append([plan.executor.clock.taken(device) - before for device, before in enumerate(untouched)])
+        counts.append([count - before for count, before in zip(map(taken, range(plan.mesh.size)), untouched, strict=True)])
     events.close()
     each = plan.executor.stamps(m).count
     assert counts == [[step * each] * plan.mesh.size for step in range(1, steps + 1)], "every stamp of every device was counted"
