@@ -44,7 +44,7 @@ def print_judgement(found: Judgement, console: Console, now: float) -> None:
     console.print(Text.assemble("Verdict: ", (found.verdict, f"bold {_STYLES[found.verdict]}"), f" ({age})"))
     console.print(Text(printable(found.reason)))
     console.print()
-    console.print(cube(found), no_wrap=True, crop=True)
+    console.print(cube(found), soft_wrap=True)
     chosen = {*found.named, *found.suspects}
     shown = [one for one in found.ranks if one.rank in chosen][:MOST_NAMED]
     if shown:

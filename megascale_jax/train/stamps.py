@@ -34,8 +34,7 @@ class StampEvents:
         if not self.is_on:
             return
         self._stamps = plan.executor.stamps(plan.experiment.num_micro_batches)
-        places = np.ndindex(plan.mesh.devices.shape)
-        own = {plan.mesh.devices[place]: place for place in places if plan.mesh.devices[place].process_index == jax.process_index()}
+        own = {device: place for place, device in np.ndenumerate(plan.mesh.devices) if device.process_index == jax.process_index()}
         self._places = {device: (int(np.ravel_multi_index(place, plan.mesh.devices.shape)), place[0]) for device, place in own.items()}
         self._sums = cache(lambda stage: _Sums.of(self._stamps, stage))
         self._units = cache(self._stamps.units)

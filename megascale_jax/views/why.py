@@ -214,7 +214,7 @@ def _where(one: RankProgress) -> str:
 def _name(one: RankProgress) -> str:
     places = ", ".join(f"pipe {pipe} data {data} tensor {tensor}" for pipe, data, tensor in one.places[:1])
     more = " and others" if len(one.places) > 1 else ""
-    known = " ".join(part for part in (one.host, f"{places}{more}") if part)
+    known = ", ".join(part for part in (one.host, f"{places}{more}") if part)
     return f"rank {one.rank}" + (f" ({known})" if known else "")
 
 

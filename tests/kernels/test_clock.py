@@ -58,7 +58,9 @@ def test_what_follows_a_stamp_waits_for_it():
         x = stamps.mark(x)
         x = stamps.mark(jax.pure_callback(slow, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.axis_index("d"), x))
         x = stamps.mark(jax.lax.psum(x, "d"))
-        return x, stamps.all()[None]
+        taken = stamps.all()
+        assert taken is not None
+        return x, taken[None]
 
     specs = PartitionSpec("d"), (PartitionSpec("d"), PartitionSpec("d"))
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False))
@@ -101,7 +103,9 @@ def test_stamps_of_a_mesh_are_counted_by_device():
         stamps.take({"one": x, "other": x[0]})
         last, taken = jax.lax.scan(turn, stamps.last, x)
         stamps.append(taken, last)
-        return stamps.all()[None]
+        every = stamps.all()
+        assert every is not None
+        return every[None]
 
     spec = PartitionSpec(("a", "b", "c"))
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))

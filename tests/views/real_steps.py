@@ -33,7 +33,7 @@ def train_steps(run, steps, **parallel):
     positions = np.broadcast_to(np.arange(shape[-1], dtype=np.int32), shape).copy()
     rows = {"tokens": tokens, "targets": tokens, "segment_ids": np.ones_like(tokens), "positions": positions}
     taken, counts = plan.executor.clock.taken, []
-    untouched = list(map(taken, range(plan.mesh.size)))
+    untouched = [taken(device) or 0 for device in range(plan.mesh.size)]
     for step in range(1, steps + 1):
         began_ns = time.monotonic_ns()
         batch = place_batch(plan, rows)
@@ -42,7 +42,7 @@ def train_steps(run, steps, **parallel):
             state, metrics = programs.train(state, batch, place_vote(plan, False))
             jax.block_until_ready((state, metrics))
         out.write(step, metrics["stamps"])
-        counts.append([count - before for count, before in zip(map(taken, range(plan.mesh.size)), untouched, strict=True)])
+        counts.append([(taken(device) or 0) - before for device, before in enumerate(untouched)])
     events.close()
     each = plan.executor.stamps(m).count
     assert counts == [[step * each] * plan.mesh.size for step in range(1, steps + 1)], "every stamp of every device was counted"

@@ -4,14 +4,14 @@ A step takes stamps in this order: its begin; the first gather of weights; the p
 (those of a loop's run one after the other for each of its repetitions, then the next run's); the last scatter of gradients; their
 norm; the optimizer. In between, a *span* is what happened from one to another.
 
-A phase is two spans. *compute*: from the end of the phase before until its compute is done, glue in front of it included. *wait*: from there
-until its collectives are done as well: what the compute did not hide. So a rank that computes slowly has long computes, and those
+A phase is two spans. *compute*: from the end of the phase before until its compute is done, glue in front of it included. *wait*:
+from there until its collectives are done as well: what the compute did not hide. So a rank that computes slowly has long computes, and those
 that wait for it have long waits.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 
@@ -49,16 +49,17 @@ PASSES: dict[str, Pass] = {
 def tick_spans(plan: TickPlan) -> tuple[int, tuple[Span, ...]]:
     """How many stamps the phases of a tick take, and their spans in order."""
     spans: list[Span] = []
-    last, of = 0, "forward"
+    last = 0
+    of: Pass = "forward"
     for phase in plan.phases:
         owners = [PASSES[name[0]] for name in (phase.compute, *phase.collectives) if name and name[0] in PASSES]
-        of: Pass = owners[0] if owners else of
+        of = owners[0] if owners else of
         if phase.compute is not None:
             spans.append(Span(phase.compute, "compute", of, last, last + 1))
             last += 1
         if phase.collectives:
             axis = plan.by_name[phase.collectives[0]].axes[0]
-            spans.append(Span(" + ".join(phase.collectives), axis, of, last, last + 1))
+            spans.append(Span(" + ".join(phase.collectives), cast(Lane, axis), of, last, last + 1))
         last += 1
     return last + 1, tuple(spans)
 
@@ -142,7 +143,7 @@ def step_stamps(
     for name, lane in zip(STEP_NAMES[1:], ("data", "data", "compute"), strict=True):
         layout.step(name, lane)
     rows = sorted(layout.rows, key=lambda row: row[3])  # stable: a tick's spans stay in order
-    names, lanes, passes = (tuple(dict.fromkeys(row[column] for row in rows)) for column in range(3))
+    names, lanes, passes = (tuple(dict.fromkeys(str(row[column]) for row in rows)) for column in range(3))
     codes = [[known.index(row[column]) for row in rows] for column, known in enumerate((names, lanes, passes))]
     columns = [np.array(column, np.int32) for column in (*codes, *zip(*(row[3:] for row in rows), strict=True))]
     return StepStamps(schedule, layout.place, names, lanes, passes, *columns)
