@@ -126,12 +126,14 @@ class Timeline:
         return Schedule(pipe, chunks, micro_batches, 1 if delay else 0) if delay in (0, 1) else None
 
 
+_SPANS = "role = 'trainer' and device >= 0 and step >= 0 and not is_instant"
+"""What devices did: pulses of a hang are no step."""
+
+
 def steps_of(run: Path, ranks: Collection[int]) -> tuple[list[int], list[int]]:
     """Steps of which these ranks' devices have events, and those with details, in order. Raises RunFolderError without events."""
     with read_events(run, ranks=ranks) as store:
-        found = store.sql(
-            "select step, bool_or(tick >= 0) as has_details from events where device >= 0 and step >= 0 group by step"
-        ).to_pylist()
+        found = store.sql(f"select step, bool_or(tick >= 0) as has_details from events where {_SPANS} group by step").to_pylist()
     return sorted(row["step"] for row in found), sorted(row["step"] for row in found if row["has_details"])
 
 
@@ -142,7 +144,7 @@ def read_timeline(run: Path, step: int, ranks: Collection[int] | None = None, de
     """
     with read_events(run, ranks=ranks, steps=range(step - _AROUND, step + _AROUND + 1)) as store:
         facts = {file.process: file.facts for file in store.files if file.facts is not None}
-        attempt = store.sql(f"select max(attempt) as newest from events where role = 'trainer' and device >= 0 and step = {step}")
+        attempt = store.sql(f"select max(attempt) as newest from events where {_SPANS} and step = {step}")
         number = attempt.to_pylist()[0]["newest"]
         if number is None:
             known, _ = steps_of(run, ranks or {min((fact.rank for fact in facts.values()), default=0)})

@@ -60,6 +60,7 @@ def job(tmp_path):
     environment |= {
         "MEGASCALE_COMMAND": f"{sys.executable} {program} {pids} train",
         "MEGASCALE_CACHE": str(tmp_path / "cache"),
+        "MEGASCALE_KEEPER_IDLE_S": "5",
         "PYTHONPATH": str(ROOT),
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
         "TMPDIR": str(tmp_path),

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megascale_jax.observe.events import EVENTS_FOLDER, Events
+from megascale_jax.observe.pulse import PASSED
 from megascale_jax.parallel.pipeline.operations import fill_operations, settle_operations
 from megascale_jax.parallel.pipeline.phases import plan_phases, plan_tick
 from megascale_jax.parallel.pipeline.schedule import Schedule
@@ -62,6 +63,7 @@ def write_steps(run, stamps, mesh, steps, *, detail_every=1, ranks=1, attempt=0,
             events.describe(host=name, boot_id=name)
         out = StampEvents(plan, events, detail_every)
         for step in steps:
+            events.instant(PASSED, begin_ns=10**9 * step, lane="compute", device=numbers[0], step=step, tick=3)
             shards = [
                 SimpleNamespace(device=device, data=(times[step, device.number] + ahead_ns).astype("<i8").view(np.int32).reshape(1, -1, 2))
                 for device in plan.mesh.devices.flat
