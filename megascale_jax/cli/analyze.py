@@ -1,4 +1,4 @@
-"""`megascale analyze`: how much slower a traced job was than it could have been, why, and on which ranks."""
+"""`megascale analyze`: how much slower a job, ours or a traced one, was than it could have been, why, and on which ranks."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,35 +22,50 @@ _PICTURE_ENDINGS = (".png", ".svg", ".pdf")
 
 
 def analyze(
-    trace: Annotated[Path, typer.Argument(help="trace-X.parquet, with meta-X.yaml beside it", show_default=False)],
+    trace: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN|TRACE", help="folder of a run, or a public trace-X.parquet with meta-X.yaml beside it", show_default=False
+        ),
+    ],
     steps: Annotated[str | None, typer.Option(help="steps a <= step < b, as a:b; either may be left out", show_default="all")] = None,
-    top: Annotated[int, typer.Option(help="ranks to show in the terminal", min=0)] = 5,
+    top: Annotated[int, typer.Option(help="ranks, of a run slow devices, to show in the terminal", min=0)] = 5,
     heat_map: Annotated[
         Path | None,
-        typer.Option(help="draw all ranks' slowdowns, data x pipe, into this file (.png, .svg or .pdf)", show_default=False),
+        typer.Option(
+            help="draw all ranks' slowdowns, of a run their excess by pass, into this file (.png, .svg or .pdf)", show_default=False
+        ),
     ] = None,
     json: Annotated[Path | None, typer.Option("--json", help="also write every number to this file", show_default=False)] = None,
 ) -> None:
-    """Ask a trace what would have been: how fast was the job without its stragglers, and what makes them slow?
+    """Ask a run or a trace what would have been: how fast was the job without its stragglers, and what makes them slow?
 
-    The trace is replayed as a graph of operations that wait for each other, once as recorded and once with every operation as
+    Of a run, devices are compared with their peers of the same stage by the stamps inside each step, pass by pass, and the
+    phases of its detailed steps (train.events.detail_every) are replayed with slow devices made normal. Nothing needs to be set up.
+
+    A trace is replayed as a graph of operations that wait for each other, once as recorded and once with every operation as
     fast as all others of its type. `slowdown` is the quotient. Ranks, stages and operation types are judged the same way: `alone` is the
     slowdown if only that part were as recorded, `explains` the share of the loss that making it normal would win back.
 
     `causes` name why, with shares that add up: `sequence` (micro-batches of unequal length), `stage` (unequal work by design),
     `worker` (slower than its peers: look at that machine), `optype` (pauses, a network that flaps). What has no cause is noise.
 
-    Reads the public format of ByteDance's straggler traces. Formulas: docs/analysis.md. Exit code 2: the trace cannot be used.
+    Traces are read in the public format of ByteDance's straggler traces. Formulas: docs/analysis.md. Exit code 2: it cannot be used.
     """
-    from megascale_jax.views.causes import find_causes
-    from megascale_jax.views.straggler_trace import read_straggler_trace
-    from megascale_jax.views.what_if import WhatIf
-
     check_json_path(json)
     check_output_path(heat_map, "--heat-map")
     if heat_map is not None and heat_map.suffix.lower() not in _PICTURE_ENDINGS:
         raise UsageError(f"--heat-map {heat_map}: expected a name that ends in one of {', '.join(_PICTURE_ENDINGS)}")
     window = parse_steps(steps)
+    if trace.is_dir():
+        from megascale_jax.cli.analyze_run import analyze_run
+
+        analyze_run(trace, window, top, heat_map, json)
+        return
+    from megascale_jax.views.causes import find_causes
+    from megascale_jax.views.straggler_trace import read_straggler_trace
+    from megascale_jax.views.what_if import WhatIf
+
     what_if = WhatIf(select_steps(read_straggler_trace(trace), window))
     findings = find_causes(what_if)
     _show(wide_console(), what_if, findings, top)

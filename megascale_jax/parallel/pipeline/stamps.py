@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, cast
 
 import numpy as np
 
+from megascale_jax import axes
 from megascale_jax.parallel.pipeline.loops import training_loops
 from megascale_jax.parallel.pipeline.phases import TickPlan
 from megascale_jax.parallel.pipeline.schedule import Schedule, TickKind
@@ -46,6 +47,24 @@ PASSES: dict[str, Pass] = {
 """What the operations of a slot belong to; messages (``P``) and ZeRO's pieces (``Z``) belong to what they run beside."""
 
 
+TOGETHER = " + "
+"""Between the names of collectives that are waited for at once."""
+
+
+def pass_of(name: str) -> Pass:
+    """What the computation of this name belongs to."""
+    return _PASSES.get(name[0], "step")
+
+
+def axes_of(name: str) -> tuple[str, ...]:
+    """Mesh axes of the collective of this name in a tick (`operations.py`)."""
+    if name == "H.join":
+        return axes.PIPE, axes.TENSOR
+    if name[0] == "Z":
+        return (axes.DATA,)
+    return (axes.PIPE,) if name.split(".")[-1].split("_")[0] in ("send", "spread", "sum") else (axes.TENSOR,)
+
+
 def tick_spans(plan: TickPlan) -> tuple[int, tuple[Span, ...]]:
     """How many stamps the phases of a tick take, and their spans in order."""
     spans: list[Span] = []
@@ -59,7 +78,7 @@ def tick_spans(plan: TickPlan) -> tuple[int, tuple[Span, ...]]:
             last += 1
         if phase.collectives:
             axis = plan.by_name[phase.collectives[0]].axes[0]
-            spans.append(Span(" + ".join(phase.collectives), cast(Lane, axis), of, last, last + 1))
+            spans.append(Span(TOGETHER.join(phase.collectives), cast(Lane, axis), of, last, last + 1))
         last += 1
     return last + 1, tuple(spans)
 

@@ -1,0 +1,98 @@
+"""Replays of our own phases: they repeat what was played, and say what it costs that a device is slow."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascale_jax.observe.event_store import read_events
+from megascale_jax.parallel.pipeline.operations import fill_operations, settle_operations, tick_operations
+from megascale_jax.parallel.pipeline.schedule import TickKind
+from megascale_jax.parallel.pipeline.shape import TickShape
+from megascale_jax.parallel.pipeline.stamps import axes_of
+from megascale_jax.views.phases_replay import read_replays
+from megascale_jax.views.run_what_if import find_costs
+from megascale_jax.views.slow_devices import find_slow
+from megascale_jax.views.step_times import read_step_times
+from tests.views.made_run import made_run, made_stamps, play
+
+MESH = (2, 2, 2)
+
+
+def slow_backward(of, p, d, t, step):
+    return 1.15 if (of, p, d, t) == ("backward", 1, 0, 1) else 1.0
+
+
+def opened(run):
+    with read_events(run) as store:
+        times = read_step_times(store)
+        return times, read_replays(store, times)
+
+
+def costs_of(run):
+    times, replays = opened(run)
+    slow = find_slow(times)
+    return slow, find_costs(replays, times.mesh, slow.devices)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.booleans(), min_size=7, max_size=7), st.booleans(), st.booleans(), st.booleans())
+def test_names_tell_the_axes_of_collectives(flags, recompute, turns, split):
+    shape = TickShape(2, recompute, int(split), turns=turns, split=split)
+    kind = TickKind(*flags[:3], weight_gradients=flags[3])
+    for operation in (*tick_operations(kind, shape), *fill_operations(shape), *settle_operations()):
+        if operation.kind == "collective":
+            assert axes_of(operation.name) == operation.axes, operation.name
+
+
+@pytest.mark.parametrize("mesh", [(2, 2, 2), (4, 1, 2), (1, 4, 1)])
+def test_a_step_is_repeated(mesh, tmp_path):
+    _, replays = opened(made_run(tmp_path, mesh=mesh, steps=range(1, 9), scale=lambda of, p, d, t, s: 1 + 0.2 * ((p + d + t) % 2)))
+    (replay,) = replays
+    real = replay.times(np.zeros((1, 6, *mesh), bool))[0]
+    assert replay.step == 8 and real == pytest.approx(replay.recorded_s, rel=0.01)
+
+
+def test_the_slowdown_is_that_of_the_run_without_the_slow_device(tmp_path):
+    slow, costs = costs_of(made_run(tmp_path, scale=slow_backward))
+    stamps = made_stamps()
+    exact = play(stamps, MESH, slow_backward, 8).max() / play(stamps, MESH, lambda *_: 1.0, 8).max()
+    assert exact > 1.03
+    assert costs.slowdown == pytest.approx(exact, rel=0.005) and costs.gaps == pytest.approx(1, rel=0.01)
+    (cause,) = costs.causes
+    assert (cause.kind, cause.optype, cause.ranks) == ("worker", "backward", (5,)) and cause.share == pytest.approx(1, abs=0.01)
+    assert cause.excess["backward"] == pytest.approx(0.15, abs=0.001)
+    assert costs.workers[0].rank == 5 and costs.workers[0].explained == pytest.approx(1, abs=0.01)
+    assert max(costs.optypes, key=lambda name: costs.optypes[name].slowdown) == "backward"
+    assert costs.stages[1].slowdown > costs.stages[0].slowdown == pytest.approx(1)
+    assert [one.rank for one in slow.devices] == [5]
+
+
+def test_without_a_slow_device_nothing_is_found(tmp_path):
+    slow, costs = costs_of(made_run(tmp_path))
+    assert slow.devices == () and costs.causes == () and costs.slowdown == pytest.approx(1)
+
+
+def test_a_stage_with_more_work_is_no_devices_fault(tmp_path):
+    slow, costs = costs_of(made_run(tmp_path, scale=lambda of, p, *_: 1.4 if p == 1 and of in ("forward", "backward", "weight") else 1.0))
+    assert slow.devices == () and costs.slowdown == pytest.approx(1)
+    assert [(cause.kind, cause.pipe) for cause in costs.causes] == [("stage", 1)]
+    assert all(worker.slowdown == pytest.approx(1) for worker in costs.workers)
+
+
+def test_a_pass_that_varies_is_a_cause_of_its_own(tmp_path):
+    """One device after the other pauses in the weight gradients."""
+    scale = lambda of, p, d, t, s: 2.0 if of == "weight" and s % 4 == 2 * d + t else 1.0  # noqa: E731
+    slow, costs = costs_of(made_run(tmp_path, steps=range(1, 21), scale=scale, detail_every=1))
+    assert slow.devices == ()
+    assert [(cause.kind, cause.optype) for cause in costs.causes] == [("optype", "weight")]
+
+
+def test_steps_with_a_device_missing_are_not_replayed(tmp_path):
+    _, replays = opened(made_run(tmp_path, lost={(8, 3)}))
+    assert [replay.step for replay in replays] == [16]
+
+
+def test_without_detailed_steps_slow_devices_are_causes_of_unknown_share(tmp_path):
+    _, costs = costs_of(made_run(tmp_path, scale=slow_backward, detail_every=100))
+    assert costs.slowdown is None and [cause.ranks for cause in costs.causes] == [(5,)] and np.isnan(costs.causes[0].share)
