@@ -123,6 +123,10 @@ class Elsewhere:
     def remove(self, name: str, machine: str, reason: str) -> None:
         """Nothing to do."""
 
+    def switch(self, machine: str) -> str | None:
+        """Nodes say it themselves."""
+        return None
+
     def restore(self, name: str, machine: str) -> None:
         """Nothing to do."""
 

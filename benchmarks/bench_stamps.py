@@ -44,7 +44,9 @@ def measured(overrides: list[str], pairs: int) -> dict[str, Any]:
 
     from megascale_jax.config.load import load_experiment
 
-    experiments = {stamps: load_experiment("quickstart", [*overrides, f"train.events.stamps={str(stamps).lower()}"]) for stamps in (True, False)}
+    experiments = {
+        stamps: load_experiment("quickstart", [*overrides, f"train.events.stamps={str(stamps).lower()}"]) for stamps in (True, False)
+    }
     advance = {stamps: our_variant(experiment) for stamps, experiment in experiments.items()}
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for run in advance.values():

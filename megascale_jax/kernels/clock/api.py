@@ -78,9 +78,9 @@ class Stamps:
         self.take(jax.tree.leaves(values)[0])
         return self.tie(values)
 
-    def append(self, stamps: jax.Array, last: jax.Array) -> None:
+    def append(self, stamps: jax.Array | None, last: jax.Array) -> None:
         """Stamps of another stretch, in order: int32 ``[..., 2]``, with its last one."""
-        if self.clock is not None:
+        if stamps is not None:
             self._taken.append(stamps)
             self.last = last
 

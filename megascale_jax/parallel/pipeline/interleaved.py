@@ -50,9 +50,7 @@ class Pipeline:
     compute type. Micro-batches without a valid token contribute zero. With a ``clock`` the ticks of a step take stamps (`stamps.py`).
     """
 
-    def __init__(
-        self, transformer: Transformer, layout: Layout, parallel: ParallelConfig, zero: ZeroSharding, clock: Clock | None = None
-    ):
+    def __init__(self, transformer: Transformer, layout: Layout, parallel: ParallelConfig, zero: ZeroSharding, clock: Clock | None = None):
         self.transformer, self.layout, self.remat, self.zero = transformer, layout, parallel.remat, zero
         self.clock = clock
         self.delay: Literal[0, 1] = parallel.backward_delay
@@ -143,7 +141,7 @@ class Pipeline:
         }
         carry = self._filled(Tick(chunks, constants(state), rows[0], held), self.shape, stamps)
 
-        def window(run: Run, both: tuple[Carry, State], rows: jax.Array) -> tuple[tuple[Carry, State], jax.Array]:
+        def window(run: Run, both: tuple[Carry, State], rows: jax.Array) -> tuple[tuple[Carry, State], jax.Array | None]:
             carry, state = both
             make = partial(Tick, chunks, constants(state))
             carry, moved, taken = self._ticks(self.plan(run.kind), run.kind, make, carry, rows)
@@ -152,7 +150,7 @@ class Pipeline:
                     carry["held"], state = windows.close(run.kind, make(rows[-1], carry["held"]), state, moved)
             return (carry, state), taken
 
-        def repetition(loop: Loop, both: tuple[Carry, State], rows: jax.Array) -> tuple[tuple[Carry, State], list[jax.Array]]:
+        def repetition(loop: Loop, both: tuple[Carry, State], rows: jax.Array) -> tuple[tuple[Carry, State], list[jax.Array | None]]:
             start, taken = 0, []
             for run in loop.runs:
                 own = rows[start : start + run.ticks].reshape(run.repeats, run.length, -1)
@@ -210,19 +208,19 @@ class Pipeline:
 
     def _ticks(
         self, plan: TickPlan, kind: TickKind, make: Make, carry: Carry, rows: jax.Array
-    ) -> tuple[Carry, dict[str, jax.Array], jax.Array]:
+    ) -> tuple[Carry, dict[str, jax.Array], jax.Array | None]:
         """Ticks of one kind; the carry after them, what left in each, and their stamps, both ``[tick, ...]``."""
         step = partial(self._tick, plan, kind, make)
         if rows.shape[0] > 1:
-            carry, results = jax.lax.scan(step, carry, rows)
+            carry, (moved, taken) = jax.lax.scan(step, carry, rows)
         else:
             carry, results = step(carry, rows[0])
-            results = jax.tree.map(lambda leaf: leaf[None], results)
-        return carry, *results
+            moved, taken = jax.tree.map(lambda leaf: leaf[None], results)
+        return carry, moved, taken
 
     def _tick(
         self, plan: TickPlan, kind: TickKind, make: Make, carry: Carry, row: jax.Array
-    ) -> tuple[Carry, tuple[dict[str, jax.Array], jax.Array]]:
+    ) -> tuple[Carry, tuple[dict[str, jax.Array], jax.Array | None]]:
         tick, stamps = make(row, carry["held"]), Stamps(None if carry["clock"] is None else self.clock, carry["clock"])
         halves = "late_half" in carry
         values = {f"late.{name}": value for name, value in carry["late"].items()} | {"wait.x": carry["wait"]}
@@ -274,7 +272,10 @@ def _half_values(carry: Carry) -> dict[str, jax.Array]:
 
 
 def _repeat(body: Callable[[Any, jax.Array], tuple[Any, Any]], carry: Any, loop: Loop, rows: jax.Array) -> tuple[Any, Any]:
-    """All repetitions of a loop: the carry, and what each gave, stacked if there is more than one; ``rows``: this stage's rows of the schedule's table, the first one the fill's."""
+    """All repetitions of a loop: the carry, and what each gave, stacked if there is more than one.
+
+    ``rows``: this stage's rows of the schedule's table, the first one the fill's.
+    """
     own = rows[loop.start + 1 :][: loop.period * loop.repeats].reshape(loop.repeats, loop.period, -1)
     return body(carry, own[0]) if loop.repeats == 1 else jax.lax.scan(body, carry, own)
 

@@ -5,8 +5,8 @@ A step takes stamps in this order: its begin; the first gather of weights; the p
 norm; the optimizer. In between, a *span* is what happened from one to another.
 
 A phase is two spans. *compute*: from the end of the phase before until its compute is done, glue in front of it included. *wait*:
-from there until its collectives are done as well: what the compute did not hide. So a rank that computes slowly has long computes, and those
-that wait for it have long waits.
+from there until its collectives are done as well: what the compute did not hide. So a rank that computes slowly has long
+computes, and those that wait for it have long waits.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,15 +37,9 @@ class Span(NamedTuple):
     end: int
 
 
-PASSES: dict[str, Pass] = {
-    **dict.fromkeys("FabT", "forward"),
-    **dict.fromkeys("RBL", "backward"),
-    "W": "weight",
-    "H": "head",
-    **dict.fromkeys("ED", "embed"),
-}
+_SLOTS: dict[Pass, str] = {"forward": "FabT", "backward": "RBL", "weight": "W", "head": "H", "embed": "ED"}
+PASSES: dict[str, Pass] = {slot: of for of, slots in _SLOTS.items() for slot in slots}
 """What the operations of a slot belong to; messages (``P``) and ZeRO's pieces (``Z``) belong to what they run beside."""
-
 
 TOGETHER = " + "
 """Between the names of collectives that are waited for at once."""
@@ -53,7 +47,7 @@ TOGETHER = " + "
 
 def pass_of(name: str) -> Pass:
     """What the computation of this name belongs to."""
-    return _PASSES.get(name[0], "step")
+    return PASSES.get(name[0], "step")
 
 
 def axes_of(name: str) -> tuple[str, ...]:
