@@ -81,7 +81,7 @@ def run_phases(
             with jax.named_scope(operation.name):
                 results = execute(operation, tuple(read[name] for name in operation.reads))
             written.update(zip(operation.writes, results, strict=True))
-            if operation.name == phase.compute:
+            if operation.name == phase.compute and phase.collectives:
                 stamps.take(results)
         token, written = stamps.mark(stamps.tie((token, written)))
         known.update(written)

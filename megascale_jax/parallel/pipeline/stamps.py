@@ -38,7 +38,7 @@ class Span(NamedTuple):
 
 
 _SLOTS: dict[Pass, str] = {"forward": "FabT", "backward": "RBL", "weight": "W", "head": "H", "embed": "ED"}
-PASSES: dict[str, Pass] = {slot: of for of, slots in _SLOTS.items() for slot in slots}
+PASSES: dict[str, Pass] = {slot: kind for kind, slots in _SLOTS.items() for slot in slots}
 """What the operations of a slot belong to; messages (``P``) and ZeRO's pieces (``Z``) belong to what they run beside."""
 
 TOGETHER = " + "
@@ -63,17 +63,18 @@ def tick_spans(plan: TickPlan) -> tuple[int, tuple[Span, ...]]:
     """How many stamps the phases of a tick take, and their spans in order."""
     spans: list[Span] = []
     last = 0
-    of: Pass = "forward"
+    of: Pass = PASSES["F"]
     for phase in plan.phases:
         owners = [PASSES[name[0]] for name in (phase.compute, *phase.collectives) if name and name[0] in PASSES]
-        of = owners[0] if owners else of
+        if owners:  # a message alone belongs to what came before it
+            of = owners[0]
         if phase.compute is not None:
             spans.append(Span(phase.compute, "compute", of, last, last + 1))
             last += 1
         if phase.collectives:
-            axis = plan.by_name[phase.collectives[0]].axes[0]
-            spans.append(Span(TOGETHER.join(phase.collectives), cast(Lane, axis), of, last, last + 1))
-        last += 1
+            axis = cast(Lane, plan.by_name[phase.collectives[0]].axes[0])
+            spans.append(Span(TOGETHER.join(phase.collectives), axis, of, last, last + 1))
+            last += 1
     return last + 1, tuple(spans)
 
 

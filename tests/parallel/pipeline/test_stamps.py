@@ -86,7 +86,7 @@ def test_a_phase_is_its_compute_and_then_the_wait_for_its_collectives():
         assert [span.lane == "compute" for span in own] == [True] * (phase.compute is not None) + [False] * bool(phase.collectives)
         assert all(first.end == second.begin for first, second in pairwise(own)), "the wait begins where the compute ends"
         assert own[0].begin == at
-        at += (phase.compute is not None) + 1
+        at += len(own)
     assert count == at + 1
     of = {span.name: span.of for span in spans}
     assert of["F0.in"] == "forward" and of["B0.dout"] == "backward" and of["W0.wout"] == "weight"
