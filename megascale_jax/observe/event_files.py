@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,8 +70,8 @@ class Stream:
         return summary_of(self.table, self.note)
 
 
-def read_stream(path: Path, steps: range | None = None) -> Stream:
-    """The whole batches of a segment up to the first damaged one, with the columns `STORED`; of ``steps`` only.
+def read_stream(path: Path, steps: range | None = None, names: Collection[str] | None = None) -> Stream:
+    """The whole batches of a segment up to the first damaged one, with the columns `STORED`; of ``steps`` and ``names`` only.
 
     Raises FileNotFoundError when it is gone, since it has become Parquet then, and OSError when it cannot be read.
     """
@@ -89,19 +90,27 @@ def read_stream(path: Path, steps: range | None = None) -> Stream:
         try:
             batch = reader.read_next_batch()
             batch.validate(full=True)
+            read = batch.num_rows
+            batch = batch if names is None else _of_names(batch, {*names, ANCHOR, DROPPED})
             columns = [pc.cast(batch.column(field.name), STORED.field(field.name).type) for field in SCHEMA]
         except StopIteration:
             break
         except (pa.ArrowException, OSError, ValueError, IndexError) as error:
             cut = _first_line(error)
             break
-        rows, whole = rows + batch.num_rows, source.tell()
+        rows, whole = rows + read, source.tell()
         batches.append(_chosen(pa.record_batch(columns, schema=pa.schema(list(STORED)[: len(SCHEMA)])), steps))
     is_closed = not cut and content.endswith(_END) and source.tell() == len(content)
     if not cut and not is_closed and whole < len(content):
         cut = "there is something else behind the last batch"
     note = f"{rows} events, then the file is cut at byte {whole} of {len(content)} ({cut})" if cut else ""
     return Stream(path, facts, _complete(batches, facts, process_of(path)), len(content), is_closed, note)
+
+
+def _of_names(batch: pa.RecordBatch, names: Collection[str]) -> pa.RecordBatch:
+    column = batch.column("name")
+    codes = [code for code, name in enumerate(column.dictionary.to_pylist()) if name in names]
+    return batch.filter(pa.array(np.isin(column.indices.to_numpy(), codes)))
 
 
 def _chosen(batch: pa.RecordBatch, steps: range | None) -> pa.RecordBatch:

@@ -220,6 +220,7 @@ def _devices_of(rows: Sequence[dict]) -> tuple[tuple[DevicePosition, ...], int]:
     return tuple(found[device] for device in sorted(found)), max(moved.values(), default=0)
 
 
+_NAMES = (*SECTIONS, ALIVE, PASSED)
 _COLUMNS = ("name", "device", "step", "tick", "begin_ns", "duration_ns", "unix_ns", "is_instant", "text")
 
 
@@ -234,13 +235,12 @@ def _tail(paths: Sequence[Path]) -> tuple[pa.Table, str, bool]:
     for path in reversed(paths):
         with suppress(OSError, pa.ArrowException):  # it has just become Parquet, or was removed
             if path.name.endswith(OPEN_SUFFIX):
-                stream = read_stream(path)
+                stream = read_stream(path, names=_NAMES)
                 is_closed = is_closed or (path == paths[-1] and stream.is_closed)
                 notes += [f"{path.name}: {stream.note}"] if stream.note and is_over(path) else []
                 pieces.append(_wanted(stream.table.select(_COLUMNS)))
             else:
-                names = [*SECTIONS, ALIVE, PASSED]
-                pieces.append(_wanted(pq.read_table(path, columns=list(_COLUMNS), filters=[("name", "in", names)])))
+                pieces.append(_wanted(pq.read_table(path, columns=list(_COLUMNS), filters=[("name", "in", _NAMES)])))
         if pieces and -1 in pieces[-1]["device"].unique().to_pylist():
             break
     schema = pa.schema([STORED.field(name) for name in _COLUMNS])
