@@ -18,7 +18,7 @@ from megascale_jax.observe.event_segments import Facts
 from megascale_jax.observe.event_store import EventStore, read_events
 from megascale_jax.observe.offsets import offsets
 from megascale_jax.parallel.pipeline.schedule import Schedule
-from megascale_jax.parallel.pipeline.stamps import LATE_SLOTS, PASSES, STEP_NAMES, STEP_SPAN, Pass
+from megascale_jax.parallel.pipeline.stamps import PASSES, STEP_NAMES, STEP_SPAN, Pass
 
 UNIT_PASSES: tuple[Pass, ...] = ("forward", "backward", "weight")
 """Passes of which a stage computes one unit a tick."""
@@ -47,11 +47,6 @@ class Row:
         """What a computing phase belongs to, by its name."""
         return PASSES.get(self.name[0], "step") if "." in self.name else "step"
 
-    @property
-    def is_late(self) -> bool:
-        """Whether it finishes what the tick before has begun."""
-        return self.name[0] in LATE_SLOTS
-
 
 @dataclass(frozen=True)
 class Device:
@@ -75,7 +70,7 @@ class Device:
         """By pass, one row a tick from the begin of its first to the end of its last computing phase; micro-batch -1: on nothing."""
         found: dict[Pass, dict[int, list[Row]]] = {of: {} for of in UNIT_PASSES}
         for row in self.phases:
-            if row.lane == "compute" and row.of in found and not row.is_late:
+            if row.lane == "compute" and row.of in found:
                 found[row.of].setdefault(row.tick, []).append(row)
         return {of: tuple(_joined(of, rows) for rows in ticks.values()) for of, ticks in found.items()}
 
@@ -121,7 +116,7 @@ class Timeline:
         chunks, micro_batches = (1 + max(getattr(row, name) for _, row in busy) for name in ("chunk", "micro_batch"))
         if micro_batches % pipe:
             return None
-        first = min((row.tick + device.stage for device, row in busy if row.of == "backward" and not row.is_late), default=-1)
+        first = min((row.tick + device.stage for device, row in busy if row.of == "backward"), default=-1)
         delay = first - Schedule(pipe, chunks, micro_batches).backward_offset
         return Schedule(pipe, chunks, micro_batches, 1 if delay else 0) if delay in (0, 1) else None
 

@@ -109,7 +109,7 @@ def arrows(timeline: Timeline, schedule: Schedule) -> Iterator[Arrow]:
     first: dict[tuple[int, Pass, int, str], Row] = {}
     for device in timeline.devices:
         for row in device.phases:
-            if row.lane == "compute" and row.micro_batch >= 0 and not row.is_late:
+            if row.lane == "compute" and row.micro_batch >= 0:
                 first.setdefault((device.number, row.of, row.tick, row.name[0]), row)
                 first.setdefault((device.number, row.of, row.tick, ""), row)
     for sender in timeline.devices:

@@ -16,7 +16,7 @@ import pytest
 from megascale_jax.observe import event_segments, events
 from megascale_jax.observe.event_files import read_stream
 from megascale_jax.observe.event_segments import FACTS, Facts
-from megascale_jax.observe.events import ANCHOR, DROPPED, LANES, OTHER_NAME, Events
+from megascale_jax.observe.events import ANCHOR, DROPPED, LANES, OTHER_NAME, PULSE_S, Events
 
 LIMIT_S = 60
 NOTES = (ANCHOR, DROPPED)
@@ -343,3 +343,15 @@ def test_threads_lose_nothing(tmp_path, opened):
     found = rows(tmp_path)
     for number in range(4):
         assert [row["begin_ns"] for row in found if row["name"] == f"thread {number}"] == list(range(5000))
+
+
+def test_a_pulse_comes_at_once_and_then_every_few_seconds_whatever_else_happens(tmp_path):
+    now = [10**12]
+    out = Events(tmp_path / "events", begins=False, clock=lambda: now[0])
+    out.each_pulse(lambda: out.instant("pulse"))
+    out.begin()
+    for wait_s in (0.0, PULSE_S - 1, 1.0, 3 * PULSE_S):
+        now[0] += int(wait_s * 1e9)
+        assert out.flush(LIMIT_S)
+    out.close()
+    assert [row["begin_ns"] - 10**12 for row in rows(tmp_path)] == [0, int(PULSE_S * 1e9), int(4 * PULSE_S * 1e9)]

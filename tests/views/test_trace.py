@@ -137,6 +137,10 @@ def test_the_ideal_runs_each_unit_once_after_what_it_needs_and_never_two_at_a_ti
         if of == "forward" and (stage or chunk):
             before = places["forward", (stage - 1) % schedule.pipe, micro_batch, chunk if stage else chunk - 1]
             assert before.end_ns <= unit.begin_ns
+        if of == "backward" and stage == schedule.pipe - 1 and chunk == schedule.virtual_stages - 1:
+            assert all(places["head", part, micro_batch, chunk].end_ns <= unit.begin_ns for part in range(schedule.pipe))
+        if of == "head":
+            assert places["forward", schedule.pipe - 1, micro_batch, chunk].end_ns <= unit.begin_ns
         if of == "weight":
             assert places["backward", stage, micro_batch, chunk].end_ns <= unit.begin_ns
 

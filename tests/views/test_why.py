@@ -76,12 +76,31 @@ def test_a_rank_in_its_checkpoint_is_named_and_two_of_them_are_suspects(hung):
     assert "it cannot be told" in found.reason
 
 
-def test_all_equally_far_cannot_be_told(hung):
+@pytest.mark.parametrize("place", [("step", STEPS + 2, None), ("data", STEPS + 1, None)])
+def test_all_equally_far_cannot_be_told(hung, place):
+    """Not even if each is in something of its own: then it is what they share."""
     run, stand = hung
     with ranks_of(run, MESH) as ranks:
-        stand(ranks, {})
+        stand(ranks, {}, others=place)
         found = judged(run)
     assert (found.verdict, found.named, found.suspects) == ("hang", (), tuple(range(8))) and "all ranks are equally far" in found.reason
+
+
+def test_a_rank_in_its_step_is_behind_those_that_save_after_it(hung):
+    run, stand = hung
+    with ranks_of(run, MESH) as ranks:
+        stand(ranks, {3: ("step", STEPS, None)}, others=("checkpoint", STEPS, None))
+        assert judged(run).named == (3,)
+
+
+def test_silence_while_it_compiles_says_nothing(hung):
+    run, _ = hung
+    with ranks_of(run, MESH) as ranks:
+        for rank in ranks.events:
+            ranks.stand(rank, 1.0, 20.0 if rank == 4 else LONG_S, "compile", 1)
+        ranks.flush()
+        found = judged(run)
+    assert found.verdict == "running" and {one.state for one in found.ranks} == {"running"}
 
 
 WAITS, COMPUTES = (STEPS + 1, 3, 17, "F0.gather", "tensor"), (STEPS + 1, 3, 16, "F0.in", "compute")
