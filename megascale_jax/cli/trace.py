@@ -8,9 +8,6 @@ import typer
 from megascale_jax.errors import UsageError
 from megascale_jax.observe.output import printable
 from megascale_jax.observe.report import check_output_path, replace_file
-from megascale_jax.views.ranks import newest_facts, parse_numbers
-from megascale_jax.views.timeline import read_timeline, steps_of
-from megascale_jax.views.trace import chosen, trace_bytes
 
 
 def trace(
@@ -25,6 +22,10 @@ def trace(
     A step without details (train.events.detail_every) is drawn with the sums of its units.
     """
     check_output_path(output, "--output")
+    from megascale_jax.views.ranks import newest_facts, parse_numbers
+    from megascale_jax.views.timeline import read_timeline, steps_of
+    from megascale_jax.views.trace import chosen, trace_bytes
+
     wanted, stages = parse_numbers(ranks, "--ranks"), parse_numbers(stage, "--stage")
     facts = newest_facts(run)
     mesh = next((fact.mesh for fact in facts.values() if fact.mesh is not None), None)

@@ -6,7 +6,7 @@ Exit code 0: it goes on, or has ended; 1: it hangs or is slow; 2: that cannot be
 import json as json_module
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -14,12 +14,12 @@ from rich.text import Text
 
 from megascale_jax.observe.output import printable
 from megascale_jax.observe.report import json_ready
-from megascale_jax.views.cube import cube
-from megascale_jax.views.progress import read_progress
-from megascale_jax.views.why import MOST_NAMED, Judgement, Outcome, RankState, judge
 
-EXIT_CODES: dict[Outcome, int] = {"running": 0, "ended": 0, "hang": 1, "slow": 1, "unknown": 2}
-_STYLES: dict[Outcome, str] = {"running": "green", "ended": "green", "hang": "red", "slow": "yellow", "unknown": "yellow"}
+if TYPE_CHECKING:
+    from megascale_jax.views.why import Judgement, Outcome, RankState
+
+EXIT_CODES: "dict[Outcome, int]" = {"running": 0, "ended": 0, "hang": 1, "slow": 1, "unknown": 2}
+_STYLES: "dict[Outcome, str]" = {"running": "green", "ended": "green", "hang": "red", "slow": "yellow", "unknown": "yellow"}
 
 
 def why(
@@ -30,6 +30,9 @@ def why(
 
     Exit code 0: it goes on or has ended; 1: it hangs or is slow; 2: that cannot be told.
     """
+    from megascale_jax.views.progress import read_progress
+    from megascale_jax.views.why import judge
+
     found = judge(read_progress(run))
     if json:
         typer.echo(json_module.dumps(json_ready(found), indent=1))
@@ -38,8 +41,11 @@ def why(
     raise typer.Exit(EXIT_CODES[found.verdict])
 
 
-def print_judgement(found: Judgement, console: Console, now: float) -> None:
+def print_judgement(found: "Judgement", console: Console, now: float) -> None:
     """Print the verdict, the cube, and the ranks that matter."""
+    from megascale_jax.views.cube import cube
+    from megascale_jax.views.why import MOST_NAMED
+
     age = f"attempt {found.attempt}, as of {max(0.0, now - found.until):.0f} s ago" if found.until else f"attempt {found.attempt}"
     console.print(Text.assemble("Verdict: ", (found.verdict, f"bold {_STYLES[found.verdict]}"), f" ({age})"))
     console.print(Text(printable(found.reason)))
@@ -55,7 +61,7 @@ def print_judgement(found: Judgement, console: Console, now: float) -> None:
         console.print(Text(f"and {len(chosen) - len(shown)} more (--json lists all)"))
 
 
-def _line(one: RankState) -> str:
+def _line(one: "RankState") -> str:
     since = f" for {one.since_s:.1f} s" if one.since_s is not None else ""
     note = f"; {one.note}" if one.note else ""
     return f"rank {one.rank} {one.host}: {one.state}, {one.operation}{since}{note}"
