@@ -18,7 +18,7 @@ from megascale_jax.observe.event_segments import Facts
 from megascale_jax.observe.event_store import EventStore, read_events
 from megascale_jax.observe.offsets import offsets
 from megascale_jax.parallel.pipeline.schedule import Schedule
-from megascale_jax.parallel.pipeline.stamps import PASSES, STEP_NAMES, STEP_SPAN, Pass
+from megascale_jax.parallel.pipeline.stamps import STEP_NAMES, STEP_SPAN, Pass, pass_of
 
 UNIT_PASSES: tuple[Pass, ...] = ("forward", "backward", "weight")
 """Passes of which a stage computes one unit a tick."""
@@ -45,7 +45,7 @@ class Row:
     @property
     def of(self) -> Pass:
         """What a computing phase belongs to, by its name."""
-        return PASSES.get(self.name[0], "step") if "." in self.name else "step"
+        return pass_of(self.name) if "." in self.name else "step"
 
 
 @dataclass(frozen=True)

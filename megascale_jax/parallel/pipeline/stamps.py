@@ -119,7 +119,7 @@ class StepStamps:
         if of == "step":
             return -1, -1
         if of in ("forward", "backward"):
-            late = tick - 1 if name[0] in _LATE else tick
+            late = tick - 1 if name[0] in LATE_SLOTS else tick
             unit = (schedule.forward if of == "forward" else schedule.backward)(late, stage)
             return (-1, -1) if unit is None else (unit.micro_batch, unit.chunk)
         if of == "weight":
@@ -132,7 +132,7 @@ class StepStamps:
         return (-1, -1) if micro_batch is None else (micro_batch, chunk)
 
 
-_LATE = "LT"
+LATE_SLOTS = "LT"
 """Slots that finish what the tick before has begun."""
 
 
