@@ -50,7 +50,8 @@ def analyze(
     `causes` name why, with shares that add up: `sequence` (micro-batches of unequal length), `stage` (unequal work by design),
     `worker` (slower than its peers: look at that machine), `optype` (pauses, a network that flaps). What has no cause is noise.
 
-    Traces are read in the public format of ByteDance's straggler traces. Formulas: docs/analysis.md. Exit code 2: it cannot be used.
+    Traces are read in the public format of ByteDance's straggler traces. Formulas: docs/analysis.md, of runs
+    docs/analysis_of_runs.md. Exit code 2: it cannot be used.
     """
     check_json_path(json)
     check_output_path(heat_map, "--heat-map")

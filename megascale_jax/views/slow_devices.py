@@ -6,13 +6,14 @@ median of its peers in that step, itself left out. A device is slow in a pass if
 1. the median of ``r`` over the steps is above 1 by at least `LEAST_EXCESS`, and by `SIGMAS` times the larger of two deviations: that of its
    peers' medians from each other (1.4826 times their median absolute deviation, itself left out), and the error of a median, by how its
    stage's devices vary over the steps (1.2533 * 1.4826 * MAD / sqrt(steps); the median over the devices). With three peers the
-   former says little, and the latter and the 10 % hold;
+   former says little, and the other two count;
 2. so is the median by `LEAST_EXCESS` in `HOLDS` of the `PARTS` parts of the window, so one disturbed moment is none;
-3. what it costs in a step is at least `LEAST_SHARE` of the step: microseconds of a short pass are nobody's concern.
+3. what it costs in a step is at least `LEAST_SHARE` of the step: microseconds of a short pass are nobody's concern;
+4. it waits less than the median of its peers by at least `LEAST_EVIDENCE` of what it computes longer (`SlowDevice.waits_less`). Timers of
+   computation end before a collective does and all devices end a step together, so whoever computes longer is waited for and
+   waits less itself, by about 1 of it. A device that only seems slow, because its compute hides a wait, does not.
 
-Second evidence: timers of computation end before a collective does, so whoever computes longer is waited for and waits less itself.
-``waits_less`` is how much less than its peers' median it waited, over what it computed longer: about 1 where the clock tells the truth.
-It is shown and not asked for, since a slow device beside a slower one waits as well.
+CPUs are such a case: their collectives run before the compute beside them, and not at the same time.
 
 Failure case: fewer than `FEWEST_STEPS` steps or no peer; nobody is called slow then, and the notes say so.
 """
@@ -33,7 +34,11 @@ FEWEST_STEPS = 8
 """Steps that a device must have: two a part."""
 LEAST_SHARE = 1e-3
 """Of a step that the excess must cost."""
+LEAST_EVIDENCE = 0.3
+"""Of its excess that a slow device must wait less than its peers."""
 
+_MANY = 64
+"""Devices of a stage beyond which it makes no difference to leave one out of a spread."""
 _MAD = 1.4826
 _MEDIAN_ERROR = 1.2533
 
@@ -43,7 +48,7 @@ class SlowDevice:
     """A device that takes ``excess`` longer (0.15: 15 %) than its peers for a pass, ``excess_s`` seconds a step.
 
     ``rank``: number of the device in the mesh; ``host``: empty if not known; ``parts``: parts of the window in which it holds;
-    ``waits_less``: NaN: nobody waits.
+    ``waits_less``: how much less than its peers it waits, over ``excess_s``.
     """
 
     rank: int
@@ -80,11 +85,11 @@ def find_slow(times: StepTimes) -> SlowDevices:
         relative[~np.isfinite(relative)] = np.nan
         over = _median(relative)
         excess[name] = over.reshape(times.mesh.pipe, times.mesh.data, times.mesh.tensor)
-        parts = sum((np.nan_to_num(_median(part)) >= LEAST_EXCESS).astype(int) for part in np.array_split(relative, PARTS))
+        parts = np.sum([_median(part) >= LEAST_EXCESS for part in np.array_split(relative, PARTS)], axis=0)
         cost = _median(_beside_peers(seconds))
         enough = (~np.isnan(relative)).sum(axis=0) >= FEWEST_STEPS
         slow = enough & (over >= np.maximum(LEAST_EXCESS, SIGMAS * _deviation(relative, over))) & (parts >= HOLDS)
-        slow &= cost >= LEAST_SHARE * length
+        slow &= (cost >= LEAST_SHARE * length) & (less >= LEAST_EVIDENCE * cost)
         for stage, place in np.argwhere(slow).tolist():
             rank = stage * slow.shape[1] + place
             host = times.hosts[rank] if times.hosts else ""
@@ -130,10 +135,17 @@ def _deviation(relative: np.ndarray, over: np.ndarray) -> np.ndarray:
     """Standard deviation of a device's excess where it is like its peers, float64[stage, peer]."""
     steps = np.maximum((~np.isnan(relative)).sum(axis=0), 1)
     within = _median(_median(np.abs(relative - over)).T)[:, None] * _MEDIAN_ERROR * _MAD / np.sqrt(steps)
-    apart = np.abs(over - _median(over.T)[:, None])
-    several = (~np.isnan(over)).sum(axis=1, keepdims=True) > 2  # one peer is apart from none
-    between = np.where(several, _MAD * (apart - _beside_peers(apart)), 0.0)
-    return np.fmax(within, between)
+    return np.fmax(within, _MAD * _peers_spread(over))
+
+
+def _peers_spread(over: np.ndarray) -> np.ndarray:
+    """Median absolute deviation of every device's peers, float64[stage, peer]; one peer has none."""
+    count = over.shape[1]
+    if count > _MANY:
+        return np.broadcast_to(_median(np.abs(over - _median(over.T)[:, None]).T)[:, None], over.shape)
+    peers = np.where(np.eye(count, dtype=bool), np.nan, over[:, None, :])
+    middle = np.moveaxis(peers, -1, 0)
+    return np.nan_to_num(_median(np.abs(middle - _median(middle))))
 
 
 def _notes(times: StepTimes) -> tuple[str, ...]:

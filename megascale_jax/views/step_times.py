@@ -13,7 +13,7 @@ from megascale_jax.config.layout import MeshShape
 from megascale_jax.errors import UsageError
 from megascale_jax.observe.event_store import EventStore
 from megascale_jax.observe.events import STEP_END
-from megascale_jax.parallel.pipeline.stamps import STEP_NAMES, Pass
+from megascale_jax.parallel.pipeline.stamps import STEP_NAMES, STEP_SPAN, Pass
 
 PASSES: tuple[str, ...] = tuple(name for name in get_args(Pass) if name != "step")
 """What a device computes in a step, by the names of its sums."""
@@ -22,7 +22,7 @@ COMPUTED = (*PASSES, OPTIMIZER)
 """Names of computation."""
 WAIT_LANES = ("tensor", "pipe", "data")
 
-_IDLE, _STEP = "idle", "step"
+_IDLE, _STEP = "idle", STEP_SPAN
 _WAITS = (*((f"{name} wait", lane) for name in PASSES for lane in WAIT_LANES), *((name, "data") for name in STEP_NAMES[:-1]))
 _COLUMNS = (*((name, "compute") for name in (*PASSES, _IDLE)), *_WAITS, (OPTIMIZER, "compute"), (_STEP, "compute"))
 """Name and lane of every sum that a step has."""
@@ -59,10 +59,13 @@ def read_step_times(store: EventStore, steps: tuple[int | None, int | None] = (N
     mesh, hosts = _mesh(store)
     first, end = steps
     within = "".join(f" and step {sign} {int(bound)}" for sign, bound in ((">=", first), ("<", end)) if bound is not None)
-    table = store.sql(_query(within))
+    whole_steps = f"from events where name = '{_STEP}' and lane = 'compute' and device >= 0{within}"
+    again = store.sql(f"select 1 {whole_steps} group by step, device having count(*) > 1 limit 1")
+    table = store.sql(_query(within, by_process=again.num_rows > 0))
     if not table.num_rows:
         raise UsageError(f"no stamps of {_range_text(steps)}; expected a run with train.events.stamps and at least one step of these")
-    column = {name: table[name].to_numpy() for name in table.column_names if name != "process"}
+    oldest_first = np.argsort(table["began_ns"].to_numpy(), kind="stable")
+    column = {name: table[name].to_numpy()[oldest_first] for name in table.column_names}
     found, at = np.unique(column["step"], return_inverse=True)
     place = column["device"]
     if place.max() >= mesh.size:
@@ -70,7 +73,7 @@ def read_step_times(store: EventStore, steps: tuple[int | None, int | None] = (N
     whole = _known(column, place // (mesh.data * mesh.tensor), mesh.pipe)
     arrays: dict[tuple[str, str], np.ndarray] = {}
     for number, key in enumerate(_COLUMNS):
-        seconds = column[f"c{number}"].astype(float) / 1e9
+        seconds = column[f"c{number}"] / 1e9
         if key != (_IDLE, "compute") and np.isnan(seconds[whole]).all():
             continue
         array = np.full((found.size, mesh.size), np.nan)
@@ -92,25 +95,29 @@ def read_step_times(store: EventStore, steps: tuple[int | None, int | None] = (N
     )
 
 
-def _query(within: str) -> str:
-    """One row for each device, step and process, oldest first. A detailed step has the spans outside of ticks twice, so `max`."""
+def _query(within: str, *, by_process: bool) -> str:
+    """One row for each device and step, and each process if some ran a step again, which takes longer.
+
+    A detailed step has the spans outside of ticks twice, so `max`.
+    """
     codes = ", ".join(f"('{name}', '{lane}', {code})" for code, (name, lane) in enumerate(_COLUMNS))
     once = {*STEP_NAMES, _STEP}
     sums = ", ".join(
-        f"{'max' if name in once else 'sum'}(duration_ns) filter (code = {code}) as c{code}" for code, (name, _) in enumerate(_COLUMNS)
+        f"{'max' if name in once else 'sum'}(lasted) filter (code = {code}) as c{code}" for code, (name, _) in enumerate(_COLUMNS)
     )
     return (
         f"with codes(name, lane, code) as (values {codes}) "
-        f"select process, step, device, min(unix_ns) as began_ns, {sums}, count(*) filter (code < {len(PASSES) + 1}) as computes, "
-        f"count(*) filter (code = {len(_COLUMNS) - 1}) as times from events join codes using (name, lane) "
-        f"where device >= 0 and step >= 0{within} group by process, step, device order by began_ns"
+        f"select step, device, min(unix_ns) as began_ns, {sums}, count(*) filter (code < {len(PASSES) + 1}) as computes, "
+        f"count(*) filter (code = {len(_COLUMNS) - 1}) as times "
+        f"from (select *, duration_ns::double as lasted from events) join codes using (name, lane) "
+        f"where device >= 0 and step >= 0{within} group by {'process, ' if by_process else ''}step, device"
     )
 
 
 def _known(column: dict[str, np.ndarray], stage: np.ndarray, stages: int) -> np.ndarray:
     """Which rows are whole, bool[rows]: one step, and as many sums and kinds of sums as other devices of the stage have."""
     known = column["times"] == 1
-    kinds = np.sum([~np.isnan(column[f"c{number}"].astype(float)) for number in range(len(_COLUMNS))], axis=0)
+    kinds = np.sum([~np.isnan(column[f"c{number}"]) for number in range(len(_COLUMNS))], axis=0)
     for count in (column["computes"], kinds):
         most = np.zeros(stages, np.int64)
         np.maximum.at(most, stage[known], count[known])

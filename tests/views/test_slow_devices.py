@@ -78,6 +78,10 @@ def test_false_alarms_are_fewer_than_one_window_in_a_hundred():
         assert sum(alarms) < 2, f"{steps} steps"
 
 
+def test_noise_of_20_percent_makes_no_alarms_either():
+    assert sum(bool(find_slow(made(seed, noise=0.2, steps=16)).devices) for seed in range(200)) < 4
+
+
 def test_many_devices_make_no_more_alarms():
     assert all(find_slow(made(seed, noise=0.05, steps=16, mesh=MeshShape(4, 16, 8))).devices == () for seed in range(4))
 
@@ -96,6 +100,19 @@ def test_too_few_steps_or_peers_are_said_and_nobody_is_blamed():
     assert few.devices == () and few.notes == ("7 steps are too few to call a device slow; that takes 8",)
     alone = find_slow(made(mesh=MeshShape(2, 1, 1)))
     assert alone.devices == () and alone.notes == ("a stage is one device, so none has a peer to be compared with",)
+
+
+def test_a_device_that_does_not_wait_less_is_not_slow():
+    """Its compute hides a wait: the device computes 15 % longer by its stamps, and waits as long as its peers."""
+    times = made(scale=slow_at())
+    waits = next(iter(times.waits.values()))
+    waits[:] = waits[:, 1:, :1, :1]
+    assert find_slow(times).devices == ()
+
+
+def test_slow_devices_beside_each_other_are_all_named():
+    times = made(mesh=MeshShape(2, 4, 2), scale=np.broadcast_to(np.array([1, 1.15, 1.3, 1, 1, 1, 1, 1]).reshape(4, 2), (24, 2, 4, 2)))
+    assert sorted(one.rank for one in find_slow(times).devices) == [1, 2, 9, 10]
 
 
 def test_what_costs_next_to_nothing_is_not_slow():

@@ -64,6 +64,11 @@ def test_of_a_step_run_twice_the_last_run_counts(tmp_path):
     np.testing.assert_allclose(forward[:3], forward[0], rtol=1e-4)
 
 
+def test_a_step_that_one_process_wrote_twice_is_unknown(tmp_path):
+    times = read(made_run(tmp_path, steps=[1, 2, 2, 3]))
+    assert np.isnan(times.whole).all(axis=(1, 2, 3)).tolist() == [False, True, False]
+
+
 def test_incomplete_rows_of_a_step_are_not_taken_for_it(tmp_path):
     made_run(tmp_path, steps=range(1, 4))
     out = Events(tmp_path / "events", attempt=1)
