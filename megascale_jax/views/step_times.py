@@ -13,7 +13,7 @@ from megascale_jax.config.layout import MeshShape
 from megascale_jax.errors import UsageError
 from megascale_jax.observe.event_store import EventStore
 from megascale_jax.observe.events import STEP_END
-from megascale_jax.parallel.pipeline.stamps import STEP_NAMES, STEP_SPAN, Pass
+from megascale_jax.parallel.pipeline.stamps import IDLE, STEP_NAMES, STEP_SPAN, Pass
 
 PASSES: tuple[str, ...] = tuple(name for name in get_args(Pass) if name != "step")
 """What a device computes in a step, by the names of its sums."""
@@ -22,9 +22,8 @@ COMPUTED = (*PASSES, OPTIMIZER)
 """Names of computation."""
 WAIT_LANES = ("tensor", "pipe", "data")
 
-_IDLE, _STEP = "idle", STEP_SPAN
 _WAITS = (*((f"{name} wait", lane) for name in PASSES for lane in WAIT_LANES), *((name, "data") for name in STEP_NAMES[:-1]))
-_COLUMNS = (*((name, "compute") for name in (*PASSES, _IDLE)), *_WAITS, (OPTIMIZER, "compute"), (_STEP, "compute"))
+_COLUMNS = (*((name, "compute") for name in (*PASSES, IDLE)), *_WAITS, (OPTIMIZER, "compute"), (STEP_SPAN, "compute"))
 """Name and lane of every sum that a step has."""
 SUMS = (*dict.fromkeys(name for name, _ in _COLUMNS), STEP_END)
 """Names of rows that a device has of every step; what else it has are the phases of a detailed step."""
@@ -59,7 +58,7 @@ def read_step_times(store: EventStore, steps: tuple[int | None, int | None] = (N
     mesh, hosts = _mesh(store)
     first, end = steps
     within = "".join(f" and step {sign} {int(bound)}" for sign, bound in ((">=", first), ("<", end)) if bound is not None)
-    whole_steps = f"from events where name = '{_STEP}' and lane = 'compute' and device >= 0{within}"
+    whole_steps = f"from events where name = '{STEP_SPAN}' and lane = 'compute' and device >= 0{within}"
     again = store.sql(f"select 1 {whole_steps} group by step, device having count(*) > 1 limit 1")
     table = store.sql(_query(within, by_process=again.num_rows > 0))
     if not table.num_rows:
@@ -74,15 +73,15 @@ def read_step_times(store: EventStore, steps: tuple[int | None, int | None] = (N
     arrays: dict[tuple[str, str], np.ndarray] = {}
     for number, key in enumerate(_COLUMNS):
         seconds = column[f"c{number}"] / 1e9
-        if key != (_IDLE, "compute") and np.isnan(seconds[whole]).all():
+        if key != (IDLE, "compute") and np.isnan(seconds[whole]).all():
             continue
         array = np.full((found.size, mesh.size), np.nan)
         array[at, place] = np.where(whole, seconds, np.nan)
         arrays[key] = array.reshape(-1, mesh.pipe, mesh.data, mesh.tensor)
-    if (_STEP, "compute") not in arrays:
+    if (STEP_SPAN, "compute") not in arrays:
         raise UsageError(f"the stamps of {_range_text(steps)} are incomplete on every device; expected at least one whole step")
-    length = arrays[_STEP, "compute"]
-    idle = arrays[_IDLE, "compute"]
+    length = arrays[STEP_SPAN, "compute"]
+    idle = arrays[IDLE, "compute"]
     return StepTimes(
         mesh,
         found,
@@ -101,7 +100,7 @@ def _query(within: str, *, by_process: bool) -> str:
     A detailed step has the spans outside of ticks twice, so `max`.
     """
     codes = ", ".join(f"('{name}', '{lane}', {code})" for code, (name, lane) in enumerate(_COLUMNS))
-    once = {*STEP_NAMES, _STEP}
+    once = {*STEP_NAMES, STEP_SPAN}
     sums = ", ".join(
         f"{'max' if name in once else 'sum'}(lasted) filter (code = {code}) as c{code}" for code, (name, _) in enumerate(_COLUMNS)
     )

@@ -65,7 +65,7 @@ def tick_spans(plan: TickPlan) -> tuple[int, tuple[Span, ...]]:
     last = 0
     of: Pass = PASSES["F"]
     for phase in plan.phases:
-        owners = [PASSES[name[0]] for name in (phase.compute, *phase.collectives) if name and name[0] in PASSES]
+        owners: list[Pass] = [PASSES[name[0]] for name in (phase.compute, *phase.collectives) if name and name[0] in PASSES]
         if owners:  # a message alone belongs to what came before it
             of = owners[0]
         if phase.compute is not None:
