@@ -2,7 +2,7 @@
 
 Chrome's JSON format of trace events, gzipped if the file's name ends in ``.gz``: Perfetto and others open it as it is, any script
 reads it, and it needs no library. Perfetto's own format would take half the space, a dependency, and a reader to test it with. A phase
-is some 200 bytes, 20 gzipped; a device of a 175 B model has 10,000 of them a step, so of a large run some devices are drawn (`chosen`).
+is some 200 bytes, 17 gzipped; a device of a 175 B model has 10,000 of them a step, so of a large run some devices are drawn (`chosen`).
 
 Stage by stage from top to bottom: the ideal schedule of the stage, its devices, and at the end the processes. A device has a lane for
 the units of each pass, one for its computing phases, and one for each mesh axis: how long it waited for collectives over it. A unit

@@ -200,7 +200,9 @@ def test_events_tell_the_way_of_a_run_and_of_its_continuation(prepared, tmp_path
         time.sleep(0.1)  # the keeper writes each second, and when it ends
     assert told.keys() == saves and all(json.loads(text)["bytes"] > 0 for text in told.values())
     with read_events(path) as store:
-        rows = store.sql("select * from events where role = 'trainer' and device < 0 and name <> 'clock anchor' order by begin_ns").to_pylist()
+        rows = store.sql(
+            "select * from events where role = 'trainer' and device < 0 and name <> 'clock anchor' order by begin_ns"
+        ).to_pylist()
         facts = [file.facts for file in store.files if file.facts.role == "trainer"]
         assert store.notes == ()
 
