@@ -34,17 +34,18 @@ def main(
     nodes: Annotated[int, typer.Option(min=2, help="nodes that train")] = 4,
     spares: Annotated[int, typer.Option(min=1, help="nodes beside them")] = 2,
     limit_s: Annotated[int, typer.Option(min=60, help="longest that the slice may take")] = 3600,
+    shared: Annotated[bool, typer.Option("--shared", help="other work runs on this machine: outcomes count, times do not")] = False,
 ) -> None:
     """Run a slice. Exit code 1 when a fault was not healed, a node wrongly named or evicted, or a loss differs."""
     own = "".join(f" --kind {kind}" for kind in kinds) if kinds else f" --faults {faults} --seed {seed}"
-    own += f" --experiment {experiment} --nodes {nodes} --spares {spares} --pause-s {pause_s:g}"
+    own += f" --experiment {experiment} --nodes {nodes} --spares {spares} --pause-s {pause_s:g}{' --shared' if shared else ''}"
     flags = f"XLA_FLAGS={shlex.quote(os.environ['XLA_FLAGS'])} " if "XLA_FLAGS" in os.environ else ""
     record = birth_certificate(ROOT, f"{flags}python benchmarks/fault_drill.py{own} --json PATH") | {"seed": seed}
     with tempfile.TemporaryDirectory(prefix="fault-drill-") as folder:
         what = [str(scenario_of(kinds, Path(folder)))] if kinds else ["--faults", str(faults), "--seed", str(seed)]
         where = ["--experiment", experiment, "--nodes", str(nodes), "--spares", str(spares)]
         code, seen = drilled([*what, *where, "--pause-s", str(pause_s)], limit_s)
-    append(json_path, record | seen, f"# Faults of a driven run: {Path(experiment).stem} on {nodes} local nodes and {spares} spares")
+    append(json_path, record | seen | ({"shared": True} if shared else {}), f"# Faults of a driven run: {Path(experiment).stem} on {nodes} local nodes and {spares} spares")
     raise SystemExit(code)
 
 
@@ -78,13 +79,24 @@ def append(path: Path, slice_: dict[str, Any], title: str) -> None:
 def total(slices: list[dict[str, Any]]) -> dict[str, Any]:
     """Counts over all slices, and the mean of each part of the recoveries, seconds."""
     counts = ("injected", "recovered", "right_node_named", "nodes_to_name", "healthy_evicted")
-    interrupted = [fault for one in slices for fault in one["faults"] if fault["recovered"] and fault["detected_s"] is not None]
+    interrupted = healed(timed(slices))
     return {name: sum(one[name] for one in slices) for name in counts} | {
         "loss_bit_equal": all(one.get("loss_bit_equal", False) for one in slices),
         "steps_compared": sum(one.get("steps_compared", 0) for one in slices),
         "mttr_s": {name: statistics.mean(fault[name] for fault in interrupted) for name in SPANS} if interrupted else {},
         "effective_training_time": effective(interrupted),
     }
+
+
+def timed(slices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Faults whose times count: those of slices that had the machine for themselves, or of all where none had."""
+    own = [one for one in slices if not one.get("shared")]
+    return [fault for one in own or slices for fault in one["faults"]]
+
+
+def healed(faults: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that interrupted the training, and after which it went on."""
+    return [fault for fault in faults if fault["recovered"] and fault["detected_s"] is not None]
 
 
 def effective(interrupted: list[dict[str, Any]]) -> float | None:
@@ -111,6 +123,8 @@ def table(result: dict[str, Any], title: str) -> str:
         f"{result['steps_compared']} steps bit-equal to runs without faults: {'yes' if result['loss_bit_equal'] else 'NO'}.",
         "",
     ]
+    if shared := sum(bool(one.get("shared")) for one in result["slices"]):
+        lines += [f"{shared} slice(s) shared the machine with other work: their outcomes count, their times do not.", ""]
     if (share := result["effective_training_time"]) is not None:
         lines += [
             f"With one fault every {BETWEEN_FAULTS_S / 60:.0f} minutes, all kinds that interrupt, {share:.1%} of the time would train: "
@@ -121,15 +135,15 @@ def table(result: dict[str, Any], title: str) -> str:
         "| kind | faults | recovered | named right | detected | suspended | diagnosed | replaced | restored | total, median (longest) |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    faults = [fault for one in result["slices"] for fault in one["faults"]]
+    faults, measured_ones = [fault for one in result["slices"] for fault in one["faults"]], healed(timed(result["slices"]))
     for kind in dict.fromkeys(sorted(fault["kind"] for fault in faults)):
         group = [fault for fault in faults if fault["kind"] == kind]
-        healed = [fault for fault in group if fault["recovered"] and fault["detected_s"] is not None]
+        times = [fault for fault in measured_ones if fault["kind"] == kind]
         named = [fault for fault in group if fault["right_node_named"] is not None]
         right = f"{sum(fault['right_node_named'] for fault in named)} of {len(named)}" if named else "-"
-        spans = [f"{statistics.median(fault[name] for fault in healed):.1f} s" if healed else "-" for name in SPANS]
-        if healed:
-            spans[-1] += f" ({max(fault['total_s'] for fault in healed):.1f})"
+        spans = [f"{statistics.median(fault[name] for fault in times):.1f} s" if times else "-" for name in SPANS]
+        if times:
+            spans[-1] += f" ({max(fault['total_s'] for fault in times):.1f})"
         lines.append(f"| {kind} | {len(group)} | {sum(fault['recovered'] for fault in group)} | {right} | {' | '.join(spans)} |")
     for fault in faults:
         if measured := fault.get("measured"):
