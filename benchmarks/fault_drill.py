@@ -45,7 +45,8 @@ def main(
         what = [str(scenario_of(kinds, Path(folder)))] if kinds else ["--faults", str(faults), "--seed", str(seed)]
         where = ["--experiment", experiment, "--nodes", str(nodes), "--spares", str(spares)]
         code, seen = drilled([*what, *where, "--pause-s", str(pause_s)], limit_s)
-    append(json_path, record | seen | ({"shared": True} if shared else {}), f"# Faults of a driven run: {Path(experiment).stem} on {nodes} local nodes and {spares} spares")
+    record |= seen | ({"shared": True} if shared else {})
+    append(json_path, record, f"# Faults of a driven run: {Path(experiment).stem} on {nodes} local nodes and {spares} spares")
     raise SystemExit(code)
 
 
