@@ -91,7 +91,7 @@ def judge(progress: Progress, limits: Limits | None = None) -> Judgement:
     silent = [one for one in others if _is_silent(one, until_ns, limits) or (one.is_gone and not all_gone)]
     alive = [one for one in others if one not in silent and one.section]
     if not others:
-        return _judgement(progress, "ended", f"all {len(ranks)} ranks have finished", Behind(), ())
+        return _judgement(progress, "ended", "every rank has finished", Behind(), ())
     if not alive:
         text = "no rank says where it is: its events are from before the first pulse, or its files are damaged"
         return _judgement(progress, "unknown", text, Behind(suspects=tuple(others)), silent)
