@@ -42,9 +42,13 @@ class StampEvents:
         self._watch = _Watch(self._stamps, self._units)
 
     def begin(self, first: int) -> None:
-        """The next step is ``first + 1``. From now on each pulse of the events says where the devices are in their step (`pulse.py`)."""
+        """The next step is ``first + 1``, and the devices have nothing to do.
+
+        From now on each pulse of the events says where the devices are in their step (`pulse.py`).
+        """
         if not self.is_on:
             return
+        self.calibrate()
         clock = self._plan.executor.clock
         assert clock is not None, "it is on"
         taken = clock.taken
@@ -58,12 +62,18 @@ class StampEvents:
 
         self._events.each_pulse(pulse)
 
+    @cached_property
+    def _read_clock(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        clock = self._plan.executor.clock
+        assert clock is not None, "it is on"
+        return jax.jit(clock.stamp)
+
     def calibrate(self) -> None:
         """Compare the devices' clocks with the host's; the devices must have nothing to do."""
         clock = self._plan.executor.clock
-        if not self.is_on or clock is None or self._plan.experiment.system.platform == "cpu":
+        if not self.is_on or clock is None or clock.is_of_host:
             return
-        read = jax.jit(clock.stamp)
+        read = self._read_clock
         for device in self._places:
             zero = jax.device_put(np.zeros(STAMP.shape, STAMP.dtype), device)
             read(zero, zero).block_until_ready()  # compiled

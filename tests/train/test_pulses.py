@@ -33,6 +33,8 @@ class Told:
 class Counts:
     """A clock that has taken so many stamps."""
 
+    is_of_host = True
+
     def __init__(self, taken):
         self.counts = taken
 

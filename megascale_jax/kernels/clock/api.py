@@ -30,6 +30,8 @@ class Clock:
     def __init__(self, target: Target, axes: tuple[str, ...] = ()):
         """``axes``: mesh axes over which the programs are mapped; with them stamps of CPU devices are counted."""
         on_gpus = target.platform == "gpu"
+        self.is_of_host = not on_gpus
+        """Whether it is `time.monotonic_ns`; else a device's own, which counts from elsewhere."""
         self._module = import_module(f"megascale_jax.kernels.clock.{'triton' if on_gpus else 'host'}")
         self._options: dict[str, Any] = {"architecture": target.architecture} if on_gpus else {}
         self._counted: dict[str, Any] = {"axes": axes} if axes and not on_gpus else {}
