@@ -123,7 +123,7 @@ def test_loop_bodies_hold_each_kernel_once_for_each_layer_that_it_serves(compile
 
 @pytest.mark.parametrize("compiled", ["64-gpus"], indirect=True)
 def test_stamps_hide_no_message_less(compiled, tmp_path):
-    """The same step without them, beside: no message loses its GEMM but one that may be `EXPOSED` in so small a step, and hidden fractions stay."""
+    """Beside the same step without them: no message loses its GEMM but one that may be `EXPOSED` in so small a step."""
     report, _, experiment = compiled
     events = experiment.train.events.model_copy(update={"stamps": False})
     plain = experiment.model_copy(update={"train": experiment.train.model_copy(update={"events": events})})
