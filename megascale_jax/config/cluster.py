@@ -78,6 +78,11 @@ class SlurmConfig(_Section):
         description="folder for logs and marks on a disk of each node, which gets one of its name there; may have $VARIABLES of the node; "
         "default: below SLURM_TMPDIR, TMPDIR or /tmp",
     )
+    start_s: Seconds = Field(
+        default=900.0,
+        description="longest that an executor may take from the start of its step until it is heard of, before the step is ended and "
+        "another one started: containers are pulled, many nodes import from one file system",
+    )
     requeue: bool = Field(default=True, description="have the batch job queued again, for other nodes, when too few are left")
     max_requeues: Count = Field(default=3, description="times that the job may have been queued again, by Slurm's own doing too")
 

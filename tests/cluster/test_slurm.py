@@ -31,6 +31,7 @@ from tests.fake_slurm import FakeSlurm
 
 INSIDE = MappingProxyType({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]"})
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,20}", fullmatch=True)
+START_S = 3 * STALE_S
 TAG = st.from_regex(r"[0-9a-f]{8}", fullmatch=True)
 
 
@@ -47,7 +48,7 @@ class Job:
     def restart(self) -> None:
         """Another driver, which knows nothing."""
         self.worker = SlurmWorker(Slurm(self.slurm), "7", self.slurm.names, self.said.append, self.clock)
-        self.backend = SlurmBackend("7", self.start, SlurmConfig(), self.worker, self.slurm.launch, self.clock)
+        self.backend = SlurmBackend("7", self.start, SlurmConfig(start_s=START_S), self.worker, self.slurm.launch, self.clock)
 
     def clock(self) -> float:
         return self.slurm.now
@@ -243,17 +244,31 @@ def miss(job: Job, node: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("is_adopted", [False, True])
-def test_a_step_that_nobody_hears_of_is_ended_and_another_started(job, is_adopted):
+@pytest.mark.parametrize(("is_heard", "limit_s"), [(False, START_S), (True, STALE_S)])
+def test_a_step_that_nobody_hears_of_is_ended_and_another_started(job, is_adopted, is_heard, limit_s):
     job.look()
     job.backend.ensure("n1")
     if is_adopted:
         job.restart()
-    miss(job, "n1", STALE_S)
-    assert job.slurm.steps_of("n1") == ["7.0"], "an executor may take long to start"
+    if is_heard:
+        job.backend.is_alive("n1")  # as the driver asks of a node that is part of the job
+    miss(job, "n1", limit_s)
+    assert job.slurm.steps_of("n1") == ["7.0"], "an executor may take long to start, or hang for a while"
     miss(job, "n1", 3 * LOOK_S)
     assert job.slurm.steps_of("n1") == ["7.1"]
-    miss(job, "n1", STALE_S - LOOK_S)
-    assert job.slurm.steps_of("n1") == ["7.1"], "the new one has as long"
+    miss(job, "n1", START_S - LOOK_S)
+    assert job.slurm.steps_of("n1") == ["7.1"], "the new one was never heard of, so it may be starting"
+
+
+def test_a_node_that_came_late_and_is_missed_at_once_has_its_time(job):
+    job.look()
+    job.backend.ensure("n1")
+    miss(job, "n1", START_S - LOOK_S)
+    job.backend.is_alive("n1")
+    miss(job, "n1", STALE_S)
+    assert job.slurm.steps_of("n1") == ["7.0"]
+    miss(job, "n1", 3 * LOOK_S)
+    assert job.slurm.steps_of("n1") == ["7.1"]
 
 
 @pytest.mark.parametrize("is_adopted", [False, True])
@@ -268,7 +283,7 @@ def test_a_step_that_slurm_lists_for_ever_is_not_waited_for(job, is_adopted, mon
             child.returncode = code  # as srun does when nobody answers
 
     monkeypatch.setattr(job.slurm, "end", end)
-    miss(job, "n1", STALE_S + 100.0)
+    miss(job, "n1", START_S + 100.0)
     assert job.slurm.steps_of("n1") == ["7.0", "7.1"] and job.backend.is_alive("n1")
     assert [command for command in job.slurm.asked if command[0] == "scancel"] == [["scancel", "--quiet", "7.0"]], "once"
 
@@ -277,8 +292,8 @@ def test_a_node_that_is_missed_now_and_then_keeps_its_step(job):
     job.look()
     job.backend.ensure("n1")
     for _ in range(10):
-        miss(job, "n1", STALE_S / 2)
-        job.look(2 * STALE_S)
+        miss(job, "n1", START_S / 2)
+        job.look(2 * START_S)
     assert job.slurm.steps_of("n1") == ["7.0"]
 
 

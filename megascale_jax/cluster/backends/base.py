@@ -31,7 +31,9 @@ class Backend(Protocol):
         ...
 
     def is_alive(self, name: str) -> bool | None:
-        """Whether the executor runs; ``None`` when this backend cannot tell faster than its missing beats do."""
+        """Whether the executor runs; ``None`` when this backend cannot tell faster than its missing beats do. Asked again and again of the
+        nodes that are part of the job, as `ensure` is of those that are missed.
+        """
         ...
 
     def remove(self, name: str, machine: str, reason: str) -> None:

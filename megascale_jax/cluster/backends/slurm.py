@@ -30,8 +30,9 @@ _SHORT_S, _LONGEST_WAIT_S = 30.0, 30.0
 _END_LIMIT_S = 20.0
 """Longest wait at the end of a job for Slurm to end steps."""
 STALE_S = 120.0
-"""A node that was missed for so long although Slurm says that its step runs has that step ended: after a power failure shorter than
-SlurmdTimeout, Slurm goes on listing what ran before. An executor that hangs is ended so, too."""
+"""A node that was heard of and is missed for so long although Slurm says that its step runs has that step ended: after a power failure
+shorter than SlurmdTimeout, Slurm goes on listing what ran before. An executor that hangs is ended so, too. One that was never heard of may
+still be starting, and has `SlurmConfig.start_s`."""
 _GONE_S = 60.0
 """After so long, KillWait and more, a step that was to end counts as gone, whatever is listed."""
 _MISSED_AGAIN_S = 20.0
@@ -147,11 +148,13 @@ class SlurmBackend:
         """When steps were to end."""
         self._missed_s: dict[str, tuple[float, float]] = {}
         """Since when a node is asked for, and when it last was."""
+        self._heard: set[str] = set()
+        """Nodes that were part of the job since their step was started."""
         self._end_s: float | None = None
 
     def ensure(self, name: str) -> None:
         """Start the step unless it runs, or may run. Raises BackendError when the node is down, or its last step failed."""
-        is_alive, look, now = self.is_alive(name), self._look(), self._clock()
+        is_alive, look, now = self._is_alive(name), self._look(), self._clock()
         if is_alive is None and look is None and self._worker.trouble and now > self._began_s + FRESH_S:
             raise BackendError(f"nothing is known of Slurm's nodes: {self._worker.trouble}")
         if look is not None and (state := look.nodes.get(name)) is not None and state.is_down:
@@ -173,19 +176,13 @@ class SlurmBackend:
             self._begin(name, now)
 
     def is_alive(self, name: str) -> bool | None:
-        """From the end of ``srun``, else from the newest look; ``None`` while there is none that can tell."""
-        look, child = self._look(), self._children.get(name)
-        if look is not None and (state := look.nodes.get(name)) is not None and state.is_down:
-            return False
-        if child is not None:
-            if child.poll() is None:
-                return True
-            self._note_end(name, child)
-        if name not in self._unsure_s and name in self._started_s:
-            return False  # srun ends after its step
-        if look is None or look.began_s <= self._unsure_s.get(name, self._began_s):
-            return None
-        return any(step.tag == self._tag and not self._is_gone(step) for step in look.steps.get(name, ()))
+        """From the end of ``srun``, else from the newest look; ``None`` while there is none that can tell.
+
+        The driver asks it of nodes that are part of the job, so they are not missed.
+        """
+        self._heard.add(name)
+        self._missed_s.pop(name, None)
+        return self._is_alive(name)
 
     def remove(self, name: str, machine: str, reason: str) -> None:
         """Drain the node and end its step; that it cannot be drained is said by the worker."""
@@ -211,7 +208,7 @@ class SlurmBackend:
             self._end_s = self._clock() + _END_LIMIT_S
             self._worker.wait(_END_LIMIT_S)
         look = self._look()
-        if self.is_alive(name) is False or look is None or not look.steps.get(name):
+        if self._is_alive(name) is False or look is None or not look.steps.get(name):
             return
         self._end(look.steps[name])
         if not self._worker.wait(max(0.0, self._end_s - self._clock())):
@@ -225,6 +222,20 @@ class SlurmBackend:
             "executor logs": f"{self._folder}/NODE/executor.log",
             "process logs": f"{where}/NODE/attempt-NUMBER",
         }
+
+    def _is_alive(self, name: str) -> bool | None:
+        look, child = self._look(), self._children.get(name)
+        if look is not None and (state := look.nodes.get(name)) is not None and state.is_down:
+            return False
+        if child is not None:
+            if child.poll() is None:
+                return True
+            self._note_end(name, child)
+        if name not in self._unsure_s and name in self._started_s:
+            return False  # srun ends after its step
+        if look is None or look.began_s <= self._unsure_s.get(name, self._began_s):
+            return None
+        return any(step.tag == self._tag and not self._is_gone(step) for step in look.steps.get(name, ()))
 
     def _look(self) -> Look | None:
         look = self._worker.newest
@@ -244,7 +255,7 @@ class SlurmBackend:
         first_s, last_s = self._missed_s.get(name, (now, now))
         first_s = now if now > last_s + _MISSED_AGAIN_S else max(first_s, self._started_s.get(name, first_s))
         self._missed_s[name] = (first_s, now)
-        if look is not None and now > first_s + STALE_S:
+        if look is not None and now > first_s + (STALE_S if name in self._heard else self._config.start_s):
             self._end(look.steps.get(name, ()))
 
     def _note_end(self, name: str, child: "subprocess.Popen[bytes]") -> None:
@@ -269,6 +280,7 @@ class SlurmBackend:
         command += ["--", *self._start.training]
         self._started_s[name] = now
         self._unsure_s.pop(name, None)
+        self._heard.discard(name)
         try:
             place.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._children[name] = self._launch(
