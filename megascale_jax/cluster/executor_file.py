@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -27,6 +28,13 @@ def executor_process(node: Path) -> psutil.Process | None:
     except (OSError, ValueError, KeyError, psutil.NoSuchProcess):
         return None
     return process
+
+
+def has_started(executor: int, pid: int) -> bool:
+    """Whether a process lives here and was started by an executor, itself or through another: numbers of dead ones are used again."""
+    with suppress(psutil.Error):
+        return executor in (parent.pid for parent in psutil.Process(pid).parents())
+    return False
 
 
 def started_ticks(pid: int) -> int:

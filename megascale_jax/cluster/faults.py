@@ -15,7 +15,7 @@ import psutil
 from megascale_jax.checkpoint.manifest import published_steps
 from megascale_jax.cluster.asking import ask_driver
 from megascale_jax.cluster.attempts import attempt_folder
-from megascale_jax.cluster.backends.local import executor_process
+from megascale_jax.cluster.executor_file import executor_process, has_started
 from megascale_jax.cluster.freezer import freezer_root, frozen, slowed
 from megascale_jax.cluster.injury import Fault, Injury, Job, Power, nothing
 from megascale_jax.cluster.lifecycle import NodeStatus
@@ -38,10 +38,9 @@ FLAPS_S = (3.0, 4.0, 3.0)
 
 def _pid(job: Job, status: Mapping[str, Any], node: str) -> int:
     """The node's training process. Raises UsageError unless that runs on this machine: elsewhere its number is another process's."""
-    pid, executor = status["nodes"][node]["processes"][0]["pid"], _executor(job, node)
-    with suppress(psutil.Error):
-        if executor in (parent.pid for parent in psutil.Process(pid).parents()):
-            return pid
+    pid = status["nodes"][node]["processes"][0]["pid"]
+    if has_started(_executor(job, node), pid):
+        return pid
     raise UsageError(f"process {pid} of {node} does not run on this machine: a drill needs a job whose nodes are here")
 
 

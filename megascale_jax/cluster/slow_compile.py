@@ -10,6 +10,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from megascale_jax.cluster.attempts import attempt_folder
+from megascale_jax.cluster.executor_file import executor_process, has_started
 from megascale_jax.cluster.freezer import slowed
 from megascale_jax.errors import UsageError
 from megascale_jax.observe.marks import MarksReading, read_marks
@@ -44,13 +45,13 @@ class SlowCompile:
     def is_enough(self, status: object) -> bool:
         """Hold what compiles now; whether that has lasted long enough, or is over."""
         found = list(readings(self._nodes, self._attempt))
-        compiling = [one for one in found if one.section == "compile" and not one.passes.get("compile")]
+        compiling = [one for node, one in found if one.section == "compile" and not one.passes.get("compile") and runs(node, one.pid)]
         for pid in {one.pid for one in compiling} - self._slow:
             self._slow.add(pid)
-            with suppress(ProcessLookupError):  # it may have been ended meanwhile
+            with suppress(OSError):  # it may have been ended meanwhile
                 self._held.enter_context(slowed(pid, SHARE, PERIOD_S))
         lasted_s = max(((time.monotonic_ns() - one.entered_ns) / 1e9 for one in compiling), default=0.0)
-        is_over = any(one.passes.get("compile") for one in found) or any(readings(self._nodes, self._attempt + 1))
+        is_over = any(one.passes.get("compile") for _, one in found) or any(readings(self._nodes, self._attempt + 1))
         return is_over or lasted_s > TIMES * self.before_s
 
     def release(self) -> None:
@@ -62,14 +63,20 @@ class SlowCompile:
         return first_step_s(self._nodes, self._attempt)
 
 
-def readings(nodes: Path, attempt: int) -> Iterator[MarksReading]:
-    """Where the processes of an attempt are."""
+def readings(nodes: Path, attempt: int) -> Iterator[tuple[Path, MarksReading]]:
+    """Where the processes of an attempt are, or were when they ended, with their nodes' folders."""
     for node in nodes.glob("*"):
         for path in attempt_folder(node, attempt).glob("rank-*.marks"):
             if (reading := read_marks(path)) is not None and reading.attempt == attempt:
-                yield reading
+                yield node, reading
+
+
+def runs(node: Path, pid: int) -> bool:
+    """Whether a process that has left marks goes on: it is there, and below the executor of its node."""
+    executor = executor_process(node)
+    return executor is not None and has_started(executor.pid, pid)
 
 
 def first_step_s(nodes: Path, attempt: int) -> float | None:
     """The longest compilation of an attempt, with the step that follows it, seconds; ``None`` before one is complete."""
-    return max((one.longest_s["compile"] for one in readings(nodes, attempt) if "compile" in one.longest_s), default=None)
+    return max((one.longest_s["compile"] for _, one in readings(nodes, attempt) if "compile" in one.longest_s), default=None)

@@ -1,5 +1,7 @@
 """How long a drill holds a compilation, against marks that are written here and a freezer that notes whom it holds."""
 
+import os
+import subprocess
 import time
 from contextlib import contextmanager
 
@@ -7,6 +9,7 @@ import pytest
 
 from megascale_jax.cluster import slow_compile
 from megascale_jax.cluster.attempts import attempt_folder
+from megascale_jax.cluster.executor_file import record_executor
 from megascale_jax.cluster.slow_compile import SlowCompile
 from megascale_jax.errors import UsageError
 from megascale_jax.observe.marks import Marks
@@ -41,6 +44,7 @@ def held(monkeypatch):
         held.remove(pid)
 
     monkeypatch.setattr(slow_compile, "slowed", slowed)
+    monkeypatch.setattr(slow_compile, "runs", lambda node, pid: True)
     return held
 
 
@@ -90,6 +94,37 @@ def test_it_ends_where_the_step_is_done_too_early_or_another_attempt_has_begun(t
     other = SlowCompile(tmp_path, 1)
     marks.enter("step")
     assert other.is_enough(None) and other.lasted_s() == 5.0
+
+
+def test_marks_of_processes_that_are_gone_hold_nobody(tmp_path, clock, held, monkeypatch):
+    compiled(tmp_path, clock, 4.0)
+    slow = SlowCompile(tmp_path, 1)
+    begin(tmp_path, clock, "node-0", 2, 0).enter("compile")
+    monkeypatch.setattr(slow_compile, "runs", lambda node, pid: (node, pid) != (tmp_path / "node-0", os.getpid()))
+    clock.now_s += 100.0
+    assert not slow.is_enough(None) and not held
+
+
+def test_a_process_that_ends_while_it_is_looked_for_is_passed_over(tmp_path, clock, held, monkeypatch):
+    @contextmanager
+    def slowed(pid: int, share: float, period_s: float):
+        raise FileNotFoundError(f"/proc/{pid}/cgroup")
+        yield
+
+    monkeypatch.setattr(slow_compile, "slowed", slowed)
+    compiled(tmp_path, clock, 4.0)
+    slow = SlowCompile(tmp_path, 1)
+    begin(tmp_path, clock, "node-0", 2, 0).enter("compile")
+    assert not slow.is_enough(None)
+
+
+def test_only_what_an_executor_has_started_runs_below_it(tmp_path):
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:  # ends when its input is closed, on the way out
+        assert not slow_compile.runs(tmp_path, process.pid), "the node has no executor"
+        record_executor(tmp_path)
+        assert slow_compile.runs(tmp_path, process.pid)
+        assert not slow_compile.runs(tmp_path, os.getpid()) and not slow_compile.runs(tmp_path, os.getppid()), "others with such a number"
+    assert not slow_compile.runs(tmp_path, process.pid), "it has ended"
 
 
 @pytest.mark.parametrize("seconds", [None, 91.0])
