@@ -21,7 +21,6 @@ from megascale_jax.observe.output import outlive_full_disks
 
 if TYPE_CHECKING:
     from megascale_jax.cluster.backends.base import Engine
-    from megascale_jax.cluster.exporter import Rates
     from megascale_jax.cluster.journal import Journal
     from megascale_jax.config.schema import Experiment
     from megascale_jax.train.folder import RunFolder
@@ -159,7 +158,7 @@ def _drive(job: _Request) -> dict[str, Any] | None:
     from megascale_jax.cluster.backends.base import Start
     from megascale_jax.cluster.driver import Driver
     from megascale_jax.cluster.driver_process import drive as drive_job
-    from megascale_jax.cluster.exporter import exported
+    from megascale_jax.cluster.exporter import Rates, exported
     from megascale_jax.cluster.job import check_command, ended_under, job_folder, keep_launch, open_journal, port_of, secure
     from megascale_jax.cluster.journal import JournalClock
     from megascale_jax.cluster.limits import Limits
@@ -194,23 +193,13 @@ def _drive(job: _Request) -> dict[str, Any] | None:
             stack.callback(events.close)
             driver = Driver(journal, config, shapes, names, experiment.train.steps, machines, watcher, clock, send, say, events)
             if job.metrics_port is not None:
-                stack.enter_context(exported(driver, _rates(experiment), job.metrics_port, say))
+                stack.enter_context(exported(driver, Rates.of(experiment, job.nodes), job.metrics_port, say))
             return driver
 
         rule = Rule() if config.two_persons else Rule(frozenset())
         link = Security.load(security, role="driver")
         steps = partial(published_steps, Storage(folder.place(experiment)))
         return status_of(uvloop.run(drive_job(place, link, listen, make, rule, say, saved=steps, leaves=bool(engine.launch))))
-
-
-def _rates(experiment: "Experiment") -> "Rates":
-    from megascale_jax.cluster.exporter import Rates
-    from megascale_jax.config.layout import MeshShape
-    from megascale_jax.model.flops import mfu
-
-    peak, devices = experiment.system.peak_tflops, MeshShape.of(experiment.parallel).size
-    known = None if peak is None else partial(mfu, experiment.model, devices=devices, peak_tflops=peak)
-    return Rates(experiment.tokens_per_step, known)
 
 
 def _patiently(open_it: "Callable[[], Journal]") -> "Journal":

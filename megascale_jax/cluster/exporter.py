@@ -16,16 +16,29 @@ from prometheus_client.registry import Collector
 
 from megascale_jax.cluster.driver import Driver
 from megascale_jax.cluster.lifecycle import NodeStatus, Phase
+from megascale_jax.config.layout import MeshShape
+from megascale_jax.config.schema import Experiment
+from megascale_jax.model.flops import mfu
 
 ADDRESS = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What turns the time of a step into rates. ``mfu``: of so many tokens/s, a fraction; ``None``: the devices' peak is not known."""
+    """What turns the time of a step into rates. ``mfu``: of so many tokens/s on so many nodes, a fraction; ``None``: the devices' peak is
+    not known.
+    """
 
     tokens_per_step: int
-    mfu: Callable[[float], float] | None
+    mfu: Callable[[float, int], float] | None
+
+    @classmethod
+    def of(cls, experiment: Experiment, nodes: int) -> "Rates":
+        """Those of an experiment whose mesh lies on ``nodes`` nodes at its full size; the devices of each stay the same at any other."""
+        peak, per_node = experiment.system.peak_tflops, MeshShape.of(experiment.parallel).size // nodes
+        if peak is None:
+            return cls(experiment.tokens_per_step, None)
+        return cls(experiment.tokens_per_step, lambda rate, seats: mfu(experiment.model, rate, seats * per_node, peak))
 
 
 class JobCollector(Collector):
@@ -60,7 +73,7 @@ class JobCollector(Collector):
             yield _gauge("step_seconds", "moving average of the time of a step", step_s)
             yield _gauge("tokens_per_second", "of the whole job, padding included", tokens_per_s)
             if rates.mfu is not None:
-                yield _gauge("mfu", "model FLOPs utilisation, a fraction", rates.mfu(tokens_per_s))
+                yield _gauge("mfu", "model FLOPs utilisation, a fraction", rates.mfu(tokens_per_s, len(self._driver.state.seats)))
 
 
 @contextmanager
