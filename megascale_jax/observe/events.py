@@ -158,7 +158,7 @@ class Events:
             return
         with self._lock:
             at = self._at
-            if at == self._capacity or (text is not None and not self._keep_text(at, text)):
+            if at == self._capacity:
                 self._drop(1)
                 return
             try:
@@ -171,6 +171,9 @@ class Events:
                     self._buffer, at, begin_ns, duration_ns, name_code, lane_code, device, step, tick, microbatch, chunk, is_instant
                 )
             except struct.error:  # a number that is none, or too large: no reason to end a training
+                self._drop(1)
+                return
+            if text is not None and not self._keep_text(at, text):
                 self._drop(1)
                 return
             self._at = at + _ROW.size
@@ -254,9 +257,9 @@ class Events:
     def _keep_text(self, at: int, text: str) -> bool:
         if len(text) > TEXT_LENGTH:
             text = text[:TEXT_LENGTH]
-        self._text_length += len(text)
-        if self._text_length > MOST_TEXT:
+        if self._text_length + len(text) > MOST_TEXT:
             return False
+        self._text_length += len(text)
         self._texts[at // _ROW.size] = text
         return True
 

@@ -301,6 +301,14 @@ def test_a_number_that_is_none_is_dropped(tmp_path, opened):
     assert out.dropped == 2 and out.flush()
 
 
+def test_the_text_of_a_dropped_record_goes_with_it(tmp_path, opened):
+    out = opened(begins=False)
+    out.record("bad", 1, 1, step=1 << 40, text="its own")
+    out.record("good", 1, 1)
+    out.begin()
+    assert out.flush(LIMIT_S) and [(row["name"], row["text"]) for row in rows(tmp_path)] == [("good", None)]
+
+
 def test_hostile_names_and_texts_are_text(tmp_path, opened, monkeypatch):
     monkeypatch.setattr(events, "MOST_NAMES", len(LANES) + 3 + 5)
     out = opened()
