@@ -1,6 +1,7 @@
 """`megascale events`: what a run's processes did when; queries over it, and its compaction."""
 
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,8 @@ from megascale_jax.observe.output import printable
 from megascale_jax.observe.report import check_json_path, write_json
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from megascale_jax.observe.event_store import EventStore, FileReport
 
 
@@ -61,12 +64,12 @@ def show(
             _print(console, rows, len(rows))
         else:
             table = store.sql(sql)
-            rows = table.slice(0, None if json is not None else limit).to_pylist()
+            rows = _rows(table.slice(0, None if json is not None else limit))
             _print(console, rows[:limit], table.num_rows)
         for note in store.notes:
             console.print(Text(f"note: {_shown(note)}", style="yellow"))
     if json is not None:
-        write_json(json, {"rows": rows, "notes": store.notes})
+        write_json(json, {"rows": _plain(rows), "notes": store.notes})
 
 
 @app.command()
@@ -127,6 +130,43 @@ def _processes(store: "EventStore") -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _rows(table: "pa.Table") -> list[dict[str, Any]]:
+    """The rows of a query's result. Raises UsageError when two columns have one name."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    twice = sorted({name for name in table.column_names if table.column_names.count(name) > 1})
+    if twice:
+        raise UsageError(f"columns of one name in the query's result: {', '.join(twice)}; give each its own with `as`")
+    for number, field in enumerate(table.schema):
+        if pa.types.is_timestamp(field.type) and field.type.unit == "ns":  # of which Python's own times are not capable
+            column = pc.cast(table.column(number), pa.timestamp("us", field.type.tz), safe=False)
+            table = table.set_column(number, field.name, column)
+    return table.to_pylist()
+
+
+def _plain(value: Any) -> Any:
+    """A value of a query's result in JSON's types: times as ISO 8601, durations as seconds, bytes as hexadecimal digits."""
+    match value:
+        case Decimal():
+            return int(value) if value == value.to_integral_value() else float(value)
+        case datetime() if value.tzinfo is not None:
+            return value.astimezone(UTC).isoformat()
+        case datetime() | date() | time():
+            return value.isoformat()
+        case timedelta():
+            return value.total_seconds()
+        case bytes():
+            return value.hex()
+        case dict():
+            return {str(name): _plain(item) for name, item in value.items()}
+        case tuple() if hasattr(value, "nanoseconds"):  # an interval, whose months and days are no fixed number of seconds
+            return {name: getattr(value, name) for name in ("months", "days", "nanoseconds")}
+        case list() | tuple():
+            return [_plain(item) for item in value]
+    return value
 
 
 def _time(unix_ns: int) -> str:

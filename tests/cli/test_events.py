@@ -59,6 +59,31 @@ def test_a_query_prints_some_rows_and_writes_all(run, tmp_path):
     assert "no rows" in said(run, "--sql", "select * from events where step = 77")
 
 
+def test_every_type_of_sql_is_written(run, tmp_path):
+    path = tmp_path / "rows.json"
+    columns = {
+        "sum(duration_ns)": 5,
+        "1.5::decimal(4, 1)": 1.5,
+        "make_timestamp_ns(1234567890123456789)": "2009-02-13T23:31:30.123456",
+        "timestamptz '2026-01-02 03:04:05+00'": "2026-01-02T03:04:05+00:00",
+        "date '2026-01-02'": "2026-01-02",
+        "time '03:04:05'": "03:04:05",
+        "interval 90 second": {"months": 0, "days": 0, "nanoseconds": 90 * 10**9},
+        "'a'::blob": "61",
+        "[2::hugeint]": [2],
+        "{'a': 3::hugeint}": {"a": 3},
+        "'nan'::double": None,
+    }
+    words = ", ".join(f"{word} as c{number}" for number, word in enumerate(columns))
+    said(run, "--sql", f"select {words} from events where name = 'step'", "--json", path)
+    assert json.loads(path.read_text())["rows"] == [{f"c{number}": value for number, value in enumerate(columns.values())}]
+
+
+def test_columns_of_one_name_are_refused(run):
+    with pytest.raises(UsageError, match="columns of one name in the query's result: name; give each its own"):
+        said(run, "--sql", "select name, name, step from events")
+
+
 def test_a_wrong_query_and_a_wrong_folder_are_usage_errors(run, tmp_path):
     with pytest.raises(UsageError, match="the view events has the columns"):
         said(run, "--sql", "select * from '/etc/passwd'")
