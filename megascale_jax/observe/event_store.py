@@ -1,9 +1,10 @@
 """All events of a run as one SQL view ``events``, over its Parquet files and the segments that are still written. No JAX.
 
-Columns: `event_files.STORED`. Queries run in DuckDB in memory: they can read these events and nothing else, no file, no network, and
+Columns: `event_files.STORED`. Queries run in DuckDB in memory, on a part of the machine: they can read these events and nothing else, no file, no network, and
 change nothing on disk, wherever the query came from.
 """
 
+import os
 import time
 from collections.abc import Collection
 from contextlib import suppress
@@ -24,8 +25,10 @@ from megascale_jax.observe.events import EVENTS_FOLDER
 
 VIEW = "events"
 _TRIES, _PAUSE_S = 3, 0.1
+MOST_MEMORY, MOST_THREADS = 4_000_000_000, 4
+"""Bytes, no more than a quarter of the machine's memory, and processor cores that a query gets: a run may be at work beside it."""
 _SETTINGS = {
-    "enable_external_access": "false",
+    "temp_directory": "",  # it would be in the working folder, where queries could read and write then
     "python_enable_replacements": "false",
     "autoinstall_known_extensions": "false",
     "autoload_known_extensions": "false",
@@ -127,7 +130,7 @@ def _opened(run: Path, ranks: Collection[int] | None, steps: range | None) -> tu
 
 
 def _connected(tables: list[pa.Table], stored: list[Path], steps: range | None) -> duckdb.DuckDBPyConnection:
-    connection = duckdb.connect(":memory:", config=dict(_SETTINGS))
+    connection = duckdb.connect(":memory:", config=_SETTINGS | _limits())
     sources: dict[str, pa.Table | ds.Dataset] = {"growing": pa.concat_tables([STORED.empty_table(), *tables])}
     if stored:
         sources["stored"] = ds.dataset([str(path) for path in stored], schema=STORED, format="parquet")
@@ -136,5 +139,11 @@ def _connected(tables: list[pa.Table], stored: list[Path], steps: range | None) 
     for name, source in sources.items():
         connection.register(name, source)
     connection.execute(f"create view {VIEW} as {' union all '.join(f'select {names} from {name}{where}' for name in sources)}")
+    connection.execute("set enable_external_access = false")  # last but one: no folder can be set after it
     connection.execute("set lock_configuration = true")
     return connection
+
+
+def _limits() -> dict[str, str]:
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"memory_limit": f"{min(MOST_MEMORY, machine // 4)}B", "threads": str(min(MOST_THREADS, len(os.sched_getaffinity(0))))}

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megascale_jax.errors import RunFolderError, UsageError
-from megascale_jax.observe import event_compaction, event_segments
+from megascale_jax.observe import event_compaction, event_segments, event_store
 from megascale_jax.observe.compactor import Compactor
 from megascale_jax.observe.event_compaction import DELETIONS, LOCK, compact
 from megascale_jax.observe.event_files import is_over, read_stream
@@ -355,6 +355,9 @@ def test_a_clock_that_was_set_shows_from_the_next_anchor_on(tmp_path, monkeypatc
         "select * from '/etc/passwd'",
         "select * from read_csv('/etc/passwd')",
         "copy (select 1) to 'x.csv'",
+        "copy (select 1) to '.tmp/x.csv'",
+        "select * from read_text('.tmp/secret')",
+        "set memory_limit = '1TB'",
         "attach 'x.db'",
         "install httpfs",
         "set enable_external_access = true",
@@ -365,10 +368,25 @@ def test_a_clock_that_was_set_shows_from_the_next_anchor_on(tmp_path, monkeypatc
 def test_a_query_reads_events_and_nothing_else(tmp_path, monkeypatch, query):
     monkeypatch.chdir(tmp_path)
     write(tmp_path)
+    (tmp_path / ".tmp").mkdir()
+    (tmp_path / ".tmp" / "secret").write_text("a")
     before = sorted(tmp_path.rglob("*"))
     with read_events(tmp_path) as store, pytest.raises(UsageError, match="the view events has the columns name, lane"):
         store.sql(query)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_query_gets_a_part_of_the_machine_and_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(event_store, "MOST_MEMORY", 64_000_000)
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path)
+    with read_events(tmp_path) as store:
+        settings = "current_setting('temp_directory') as folder, current_setting('threads') as threads"
+        (row,) = store.sql(f"select {settings}").to_pylist()
+        assert row["folder"] == "" and 1 <= row["threads"] <= event_store.MOST_THREADS
+        with pytest.raises(UsageError, match="could not allocate|failed to pin|failed to allocate|Out of Memory"):
+            store.sql("select count(*) from (select distinct a.begin_ns, b.range from events a, range(100000) b)")
+    assert {path.name for path in tmp_path.iterdir()} == {"events"}
 
 
 def test_a_compactor_starts_for_what_rests_only(tmp_path):
