@@ -6,7 +6,8 @@ A segment that nobody writes any more becomes two files beside it, rows of devic
 disk, the second one last: from then on the segment does not count, and is removed. So a compaction may be killed at any moment and
 begun again. One works on a run at a time; writers are never waited for, nor disturbed.
 
-Retention removes whole files, rows of devices first, oldest first, and writes each into ``deletions.jsonl``.
+Retention removes whole files, rows of devices first, oldest first, and writes each into ``deletions.jsonl``. What is still written to
+counts and stays, and leaves at least half of the limit to the rest.
 """
 
 import argparse
@@ -155,11 +156,18 @@ def _retain(run: Path, keep_mb: float | None, keep_days: float | None, done: Com
     oldest_first = sorted(ages, key=lambda path: (not path.name.endswith(DETAIL), ages[path]))
     bytes_of = dict(sizes([*segments, *stored]))
     total = sum(bytes_of.values())
+    growing = sum(bytes_of.get(path, 0) for path in segments if path not in ages)
+    most = None if keep_mb is None else max(keep_mb * MB, growing + keep_mb * MB / 2)
+    if keep_mb is not None and growing > keep_mb * MB:
+        done.notes.append(
+            f"segments that are still written to have {growing / MB:.0f} MB, more than the {keep_mb:g} that all events of the run may have; "
+            f"the others are held to {keep_mb / 2:g} MB; raise train.events.keep_mb, or train.events.detail_every"
+        )
     for path in oldest_first:
         if keep_days is not None and ages[path] < time.time_ns() - keep_days * DAY_NS:
             why = f"older than {keep_days:g} days"
-        elif keep_mb is not None and total > keep_mb * MB:
-            why = f"events of the run were {total / MB:.0f} MB, more than {keep_mb:g}"
+        elif most is not None and total > most:
+            why = f"events of the run were {total / MB:.0f} MB, more than {most / MB:g}"
         else:
             continue
         _delete(path, bytes_of.get(path, 0), why)

@@ -301,6 +301,24 @@ def test_rows_of_devices_go_first_and_deletions_are_on_record(tmp_path):
     assert len(files(tmp_path)) == 2
 
 
+def test_living_writers_leave_half_of_the_limit_to_what_is_over(tmp_path):
+    write(tmp_path)
+    compact(tmp_path)
+    over = sum(path.stat().st_size for path in files(tmp_path))
+    out = write(tmp_path, rank=1, closed=False)
+    (path,) = files(tmp_path, "*.arrows")
+    growing = path.stat().st_size
+    done = compact(tmp_path, keep_mb=(growing + over) / 1e6)
+    assert done.deleted == [] and done.notes == []
+    with path.open("ab") as file:  # more than the limit alone
+        file.truncate(10 * over)
+    done = compact(tmp_path, keep_mb=2 * over / 1e6)
+    assert done.deleted == [] and len(done.notes) == 1 and "are still written to" in done.notes[0]
+    done = compact(tmp_path, keep_mb=(2 * over - 2) / 1e6)
+    assert [path.name.endswith(DETAIL) for path in done.deleted] == [True] and path.exists()
+    out.close()
+
+
 def test_old_files_go(tmp_path):
     write(tmp_path)
     compact(tmp_path, keep_days=1)
