@@ -122,14 +122,20 @@ def _processes(store: "EventStore") -> list[dict[str, Any]]:
                 "lost": sum(one.dropped for one in summaries),
                 "files": len(files),
                 "MB": round(sum(file.num_bytes for file in files) / 1e6, 2),
-                "state": "writes"
-                if any(file.is_open for file in files)
-                else "cut"
-                if any(file.summary.note for file in files)
-                else "whole",
+                "state": _state(files),
             }
         )
     return rows
+
+
+def _state(files: "list[FileReport]") -> str:
+    """Of a process: it writes, that cannot be told from here, or its files have all that it wrote, or not."""
+    writers = {file.writer for file in files}
+    if "alive" in writers:
+        return "writes"
+    if "unknown" in writers:
+        return "unknown"
+    return "cut" if any(file.summary.note for file in files) else "whole"
 
 
 def _rows(table: "pa.Table") -> list[dict[str, Any]]:

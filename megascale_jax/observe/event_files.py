@@ -13,6 +13,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +29,8 @@ SUMMARY = b"megascale_events_summary"
 STALE_S = 86_400.0
 """A file of another host, whose locks we may not see, belongs to nobody once it has not changed for so long."""
 
+Writer = Literal["alive", "none", "unknown"]
+"""Of a segment; ``unknown``: its host's locks do not tell, and it has changed not long ago."""
 _END = b"\xff\xff\xff\xff\0\0\0\0"
 """Last bytes of a stream that was closed."""
 _WORD = pa.string()
@@ -181,28 +184,35 @@ def read_parquet_facts(path: Path) -> tuple[Facts, Summary] | str:
 
 
 def is_over(path: Path) -> bool:
-    """Whether nobody will write to this segment any more.
+    """Whether nobody will write to this segment any more, as far as can be told (`writer_of`)."""
+    return writer_of(path) == "none"
 
-    Its process says so by closing it or beginning another, and the kernel by the lock, which dies with the process. Of another host,
-    where locks may not be seen from here, a file counts as given up after `STALE_S`.
+
+def writer_of(path: Path) -> Writer:
+    """Whether a process still writes to this segment.
+
+    It says that it does not by closing it or beginning another, and the kernel by the lock, which dies with the process. Of another host,
+    where locks may not be seen from here, that is unknown, and after `STALE_S` without a change the file counts as given up.
     """
     process, _, number = segment_of(path).rpartition(".")
     following = f"{process}.{int(number) + 1:05d}" if number.isdecimal() else path.name
     if any(path.with_name(following + suffix).exists() for suffix in (OPEN_SUFFIX, PARQUET)):
-        return True
+        return "none"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
-        return False
+        return "unknown"
     try:
         if os.fstat(descriptor).st_size >= len(_END) and os.pread(descriptor, len(_END), os.fstat(descriptor).st_size - len(_END)) == _END:
-            return True
+            return "none"
         is_stale = time.time() - os.fstat(descriptor).st_mtime > STALE_S
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            return error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES) and is_stale
-        return is_stale or _is_of_this_host(path)
+            if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
+                return "alive"
+            return "none" if is_stale else "unknown"
+        return "none" if is_stale or _is_of_this_host(path) else "unknown"
     finally:
         os.close(descriptor)
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from megascale_jax.errors import RunFolderError, UsageError
-from megascale_jax.observe.event_files import STORED, Summary, is_over, read_facts, read_parquet_facts, read_stream
+from megascale_jax.observe.event_files import STORED, Summary, Writer, read_facts, read_parquet_facts, read_stream, writer_of
 from megascale_jax.observe.event_paths import found, process_of
 from megascale_jax.observe.event_segments import Facts
 from megascale_jax.observe.events import EVENTS_FOLDER
@@ -38,13 +38,13 @@ _SETTINGS = {
 
 @dataclass(frozen=True)
 class FileReport:
-    """One file. ``facts`` is ``None`` when it is none of ours; ``is_open``: a process still writes to it."""
+    """One file. ``facts`` is ``None`` when it is none of ours; ``writer``: whether a process still writes to it."""
 
     path: Path
     facts: Facts | None
     summary: Summary
     num_bytes: int
-    is_open: bool
+    writer: Writer
 
     @property
     def process(self) -> str:
@@ -112,19 +112,19 @@ def _opened(run: Path, ranks: Collection[int] | None, steps: range | None) -> tu
     for path in segments:
         if ranks is not None and (known := read_facts(path)) is not None and known.rank not in ranks:
             continue
-        is_open = not is_over(path)
+        writer = writer_of(path)
         stream = read_stream(path, steps)
         if is_wanted(stream.facts):
             # what is behind the last whole batch of a living process is the next one, half written
-            summary = stream.summary if not is_open else stream.summary.model_copy(update={"note": ""})
-            reports.append(FileReport(path, stream.facts, summary, stream.num_bytes, is_open))
+            summary = stream.summary if writer != "alive" else stream.summary.model_copy(update={"note": ""})
+            reports.append(FileReport(path, stream.facts, summary, stream.num_bytes, writer))
             tables.append(stream.table)
     for path in stored:
         size, known = path.stat().st_size, read_parquet_facts(path)
         if isinstance(known, str):
-            reports.append(FileReport(path, None, Summary(note=known), size, is_open=False))
+            reports.append(FileReport(path, None, Summary(note=known), size, writer="none"))
         elif is_wanted(known[0]):
-            reports.append(FileReport(path, *known, size, is_open=False))
+            reports.append(FileReport(path, *known, size, writer="none"))
             usable.append(path)
     return reports, tables, usable
 

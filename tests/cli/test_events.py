@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from megascale_jax.cli.main import app
 from megascale_jax.errors import RunFolderError, UsageError
+from megascale_jax.observe import event_segments
 from megascale_jax.observe.events import Events
 
 HOSTILE = "\x1b[31mred\x07[bold]markup[/bold]\u202etxt"
@@ -43,6 +44,20 @@ def test_a_cut_file_is_named(run):
     path.write_bytes(path.read_bytes()[:-100])
     text = said(run)
     assert "cut" in text and f"note: {path.name}: " in text
+
+
+def test_of_another_host_it_is_not_said_that_it_writes(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(event_segments, "boot_id", lambda: "another")
+    out = Events(tmp_path / "events", rank=3)
+    out.instant("a")
+    assert out.flush(60)
+    (path,) = (run / "events").glob("trainer-00003*")
+    content = path.read_bytes()
+    assert "writes" in said(run), "the lock speaks here"
+    out.close()
+    path.write_bytes(content[:-3])
+    text = said(run)
+    assert "unknown" in text and "writes" not in text and f"note: {path.name}: " in text
 
 
 def test_hostile_texts_are_shown_and_not_obeyed(run):

@@ -78,7 +78,7 @@ def test_a_run_is_read_whole_and_in_part(tmp_path, is_compacted):
     assert names(tmp_path, ranks=[3], steps=range(2, 3)) == {"forward": 50}
     with read_events(tmp_path) as store:
         (row,) = store.sql("select * from events where name = 'step' and rank = 3").to_pylist()
-        assert store.notes == () and not any(file.is_open for file in store.files)
+        assert store.notes == () and all(file.writer == "none" for file in store.files)
     assert (row["role"], row["rank"], row["attempt"], row["lane"], row["text"]) == ("keeper", 3, 2, "host", "done")
     assert row["process"].startswith("keeper-00003-") and row["host"]
     uptime_ns = time.time_ns() - time.monotonic_ns()
@@ -109,7 +109,9 @@ def test_a_living_writer_is_read_and_left_alone(tmp_path):
     out.record("later", 300, 1)
     out.flush(LIMIT_S)
     with read_events(tmp_path) as store:
-        assert store.files[0].is_open and store.sql("select count(*) as n from events where name = 'later'").to_pylist() == [{"n": 1}]
+        assert store.files[0].writer == "alive" and store.sql("select count(*) as n from events where name = 'later'").to_pylist() == [
+            {"n": 1}
+        ]
     out.describe(devices=[0])
     out.record("last", 400, 1)
     out.flush(LIMIT_S)
@@ -164,6 +166,9 @@ def test_a_file_of_another_host_is_waited_for(tmp_path, monkeypatch):
     out.close()
     path.write_bytes(content)  # killed there, and its lock is not seen here
     assert not is_over(path)
+    path.write_bytes(content + b"\xff\xff\xff\xff\x10")
+    with read_events(tmp_path) as store:
+        assert store.files[0].writer == "unknown" and "then the file is cut" in store.notes[0]
     os.utime(path, (0, 0))
     assert is_over(path)
 
