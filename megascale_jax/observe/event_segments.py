@@ -125,6 +125,11 @@ class SegmentWriter:
                 self._append(self._taken())
             self._leave()
 
+    def abandon(self) -> None:
+        """In a forked child: let go of its parent's segment, whose lock would otherwise last as long as the child."""
+        if self._file is not None:
+            self._leave()
+
     def _begin(self, batch: pa.RecordBatch, facts: Mapping[str, Any]) -> None:
         """A segment is not there under its name before it is locked and has a batch."""
         self._folder.mkdir(mode=0o700, exist_ok=True)  # its parent is not made: a run that was removed does not come back
@@ -167,9 +172,9 @@ class SegmentWriter:
 
     def _leave(self) -> None:
         assert self._file is not None
+        file, self._file, self._number = self._file, None, self._number + 1  # first: a child forked here must not close it again
         with suppress(OSError):
-            os.close(self._file)
-        self._file, self._number = None, self._number + 1
+            os.close(file)
 
 
 def _free_stem(folder: Path, role: str, rank: int) -> str:

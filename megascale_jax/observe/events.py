@@ -104,6 +104,7 @@ class Events:
         self._anchored_ns = self._pulsed_ns = -(1 << 62)
         self._pulses: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
+        self._writer: SegmentWriter | None = None
         if folder is None:
             return
         self._folder, self._on_segment = folder, on_segment
@@ -275,15 +276,14 @@ class Events:
         self._wake.set()
 
     def _serve(self) -> None:
-        writer = None
         while True:
             self._wake.wait(FLUSH_S)
             self._wake.clear()
             ends, asked = self._ends, self._asked
             try:
-                writer = writer or _new_writer(self._folder)
+                self._writer = self._writer or _new_writer(self._folder)
                 self._pulse()
-                self._write(writer)
+                self._write(self._writer)
             except Exception as error:  # of the disk, of memory, of pyarrow: the process goes on, and so does this thread
                 if not self._is_failing:
                     _logger.warning("events cannot be written (%s: %s); training goes on without", type(error).__name__, error)
@@ -292,8 +292,8 @@ class Events:
                 self._done = asked
                 self._changed.notify_all()
             if ends:
-                if writer is not None:
-                    writer.close()
+                if self._writer is not None:
+                    self._writer.close()
                 return
 
     def _pulse(self) -> None:
@@ -347,6 +347,8 @@ def _turn_off_in_child() -> None:
     # The thread is not in a forked child, and the files are its parent's.
     for events in _open:
         events._is_on, events._thread = False, None
+        if events._writer is not None:
+            events._writer.abandon()
 
 
 os.register_at_fork(after_in_child=_turn_off_in_child)

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 
 from megascale_jax.observe import event_segments, events
-from megascale_jax.observe.event_files import read_stream
+from megascale_jax.observe.event_files import is_over, read_stream
 from megascale_jax.observe.event_segments import FACTS, Facts
 from megascale_jax.observe.events import ANCHOR, DROPPED, LANES, OTHER_NAME, PULSE_S, Events
 
@@ -221,6 +221,34 @@ def test_a_forked_child_writes_nothing(tmp_path, opened):
         os._exit(0 if out.flush(1.0) else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert out.flush() and [row["name"] for row in rows(tmp_path)] == ["parent"]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_child_does_not_hold_the_lock(tmp_path):
+    """Its parent may be killed: what it wrote is over then, however long the child lives."""
+    code = (
+        "import os, signal, sys, time, pathlib\n"
+        "from megascale_jax.observe.events import Events\n"
+        "out = Events(pathlib.Path(sys.argv[1]))\n"
+        "out.instant('a')\n"
+        "out.flush(60)\n"
+        "if os.fork() == 0:\n"
+        "    print(os.getpid(), flush=True)\n"
+        "    time.sleep(120)\n"
+        "    os._exit(0)\n"
+        "time.sleep(120)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "events")], stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    try:
+        (path,) = segments(tmp_path)
+        assert not is_over(path), "the parent still has it"
+        parent.kill()
+        parent.wait(LIMIT_S)
+        assert is_over(path)
+    finally:
+        parent.kill()
+        os.kill(child, signal.SIGKILL)
 
 
 class FullDisk:
