@@ -94,13 +94,13 @@ def train(
 def _events(experiment: "Experiment", folder: "RunFolder", rank: int) -> Events:
     """Those of this process; none is written before the folder is surely the run's. The first rank has all of them compacted."""
     settings = experiment.train.events
-    compactor = Compactor(folder.path, settings.keep_mb, settings.keep_days) if rank == 0 else None
-    return Events(
-        folder.path / EVENTS_FOLDER if settings.enabled else None,
-        rank=rank,
-        begins=False,
-        on_segment=compactor.start if compactor is not None else lambda: None,
-    )
+    place = folder.path / EVENTS_FOLDER if settings.enabled else None
+    if rank:
+        return Events(place, rank=rank, begins=False)
+    compactor = Compactor(folder.path, settings.keep_mb, settings.keep_days)
+    events = Events(place, rank=rank, begins=False, on_segment=compactor.start, on_close=compactor.finish)
+    events.each_pulse(compactor.start_in_time)
+    return events
 
 
 def _show_outcome(

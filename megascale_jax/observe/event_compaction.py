@@ -160,8 +160,8 @@ def _retain(run: Path, keep_mb: float | None, keep_days: float | None, done: Com
     most = None if keep_mb is None else max(keep_mb * MB, growing + keep_mb * MB / 2)
     if keep_mb is not None and growing > keep_mb * MB:
         done.notes.append(
-            f"segments that are still written to have {growing / MB:.0f} MB, more than the {keep_mb:g} that all events of the run may have; "
-            f"the others are held to {keep_mb / 2:g} MB; raise train.events.keep_mb, or train.events.detail_every"
+            f"segments that are still written to have {growing / MB:.0f} MB, more than the {keep_mb:g} that all events of the run may "
+            f"have; the others are held to {keep_mb / 2:g} MB; raise train.events.keep_mb, or train.events.detail_every"
         )
     for path in oldest_first:
         if keep_days is not None and ages[path] < time.time_ns() - keep_days * DAY_NS:

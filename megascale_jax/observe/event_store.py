@@ -1,7 +1,7 @@
 """All events of a run as one SQL view ``events``, over its Parquet files and the segments that are still written. No JAX.
 
-Columns: `event_files.STORED`. Queries run in DuckDB in memory, on a part of the machine: they can read these events and nothing else, no file, no network, and
-change nothing on disk, wherever the query came from.
+Columns: `event_files.STORED`. Queries run in DuckDB in memory, on a part of the machine: they can read these events and nothing else,
+no file, no network, and change nothing on disk, wherever the query came from.
 """
 
 import os

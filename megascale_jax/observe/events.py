@@ -79,12 +79,13 @@ class Events:
         run: str = "",
         begins: bool = True,
         on_segment: Callable[[], None] = lambda: None,
+        on_close: Callable[[], None] = lambda: None,
         clock: Callable[[], int] = time.monotonic_ns,
     ):
         """Events of this process go to files in ``folder`` (`EVENTS_FOLDER` of a run); ``None``: every call does nothing.
 
         ``run``: identity of the run. Without ``begins`` nothing is written, and no file made, before `begin`. ``on_segment``: called by the
-        writing thread after each new file. ``clock``: nanoseconds of CLOCK_MONOTONIC.
+        writing thread after each new file; ``on_close``: after the last was closed. ``clock``: nanoseconds of CLOCK_MONOTONIC.
         """
         self.clock = clock
         self.dropped = 0
@@ -107,7 +108,7 @@ class Events:
         self._writer: SegmentWriter | None = None
         if folder is None:
             return
-        self._folder, self._on_segment = folder, on_segment
+        self._folder, self._on_segment, self._on_close = folder, on_segment, on_close
         self._facts: dict[str, Any] = {"role": role, "rank": rank, "attempt": attempt, "run": run}
         self._buffer, self._spare = bytearray(self._capacity), bytearray(self._capacity)
         _open.add(self)
@@ -294,6 +295,7 @@ class Events:
             if ends:
                 if self._writer is not None:
                     self._writer.close()
+                    self._on_close()
                 return
 
     def _pulse(self) -> None:

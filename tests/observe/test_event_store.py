@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -15,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megascale_jax.errors import RunFolderError, UsageError
-from megascale_jax.observe import event_compaction, event_segments, event_store
+from megascale_jax.observe import compactor, event_compaction, event_segments, event_store
 from megascale_jax.observe.compactor import Compactor
 from megascale_jax.observe.event_compaction import DELETIONS, LOCK, compact
 from megascale_jax.observe.event_files import is_over, read_stream
@@ -407,17 +408,50 @@ def test_a_query_gets_a_part_of_the_machine_and_no_folder(tmp_path, monkeypatch)
         settings = "current_setting('temp_directory') as folder, current_setting('threads') as threads"
         (row,) = store.sql(f"select {settings}").to_pylist()
         assert row["folder"] == "" and 1 <= row["threads"] <= event_store.MOST_THREADS
-        with pytest.raises(UsageError, match="could not allocate|failed to pin|failed to allocate|Out of Memory"):
+        with pytest.raises(UsageError, match=r"could not allocate|failed to pin|failed to allocate|Out of Memory"):
             store.sql("select count(*) from (select distinct a.begin_ns, b.range from events a, range(100000) b)")
     assert {path.name for path in tmp_path.iterdir()} == {"events"}
 
 
 def test_a_compactor_starts_for_what_rests_only(tmp_path):
     write(tmp_path)
-    compactor = Compactor(tmp_path, 100.0, None)
-    compactor.start()
-    assert compactor._process is None
+    one = Compactor(tmp_path, 100.0, None)
+    one.start()
+    assert one._process is None
     os.utime(files(tmp_path)[0], (0, 0))
-    compactor.start()
-    assert compactor._process is not None and compactor._process.wait(LIMIT_S) == 0
+    one.start()
+    assert one._process is not None and one._process.wait(LIMIT_S) == 0
     assert names(tmp_path) == WHOLE and len(files(tmp_path, "*.parquet")) == 2
+
+
+def test_a_compactor_starts_in_time_and_at_the_end_and_never_twice_at_once(tmp_path, monkeypatch):
+    started: list[list[str]] = []
+
+    class Process:
+        is_at_work = True
+
+        def __init__(self, command, **_):
+            started.append(command)
+
+        def poll(self):
+            return None if self.is_at_work else 0
+
+    now_s = [0.0]
+    monkeypatch.setattr(compactor, "subprocess", SimpleNamespace(Popen=Process, DEVNULL=subprocess.DEVNULL))
+    monkeypatch.setattr(compactor, "time", SimpleNamespace(time=time.time, monotonic=lambda: now_s[0]))
+    one = Compactor(tmp_path, 100.0, None)
+    write(tmp_path)
+    os.utime(files(tmp_path)[0], (0, 0))
+    for now_s[0], number in ((compactor.PERIOD_S - 1, 0), (compactor.PERIOD_S, 1), (3 * compactor.PERIOD_S, 1)):
+        one.start_in_time()
+        assert len(started) == number
+    Process.is_at_work = False
+    one.start_in_time()
+    assert len(started) == 1, "it has just looked"
+    now_s[0] *= 2
+    one.start_in_time()
+    assert len(started) == 2
+    out = Events(tmp_path / "events", rank=1, on_close=one.finish)
+    out.instant("a")
+    out.close(LIMIT_S)
+    assert len(started) == 3 and started[-1][-2:] == ["--keep-mb", "100.0"]
