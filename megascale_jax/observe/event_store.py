@@ -130,7 +130,7 @@ def _opened(run: Path, ranks: Collection[int] | None, steps: range | None) -> tu
 
 
 def _connected(tables: list[pa.Table], stored: list[Path], steps: range | None) -> duckdb.DuckDBPyConnection:
-    connection = duckdb.connect(":memory:", config=_SETTINGS | _limits())
+    connection = duckdb.connect(":memory:", config={**_SETTINGS, **_limits()})
     sources: dict[str, pa.Table | ds.Dataset] = {"growing": pa.concat_tables([STORED.empty_table(), *tables])}
     if stored:
         sources["stored"] = ds.dataset([str(path) for path in stored], schema=STORED, format="parquet")
