@@ -14,7 +14,7 @@ import pytest
 
 import megascale_jax.aot.compile as compiling
 from megascale_jax.aot.compile import PARTS, _end_of, _last_words, check_compile, compile_experiment
-from megascale_jax.aot.cost import CostModel
+from megascale_jax.aot.cost import COLLECTIVES, CostModel
 from megascale_jax.aot.hlo import Array, parse_module
 from megascale_jax.aot.overlap import PARTS as STEP_PARTS
 from megascale_jax.aot.overlap import loop_bodies, loop_records, part_of
@@ -119,6 +119,28 @@ def test_loop_bodies_hold_each_kernel_once_for_each_layer_that_it_serves(compile
             assert [calls[kernel] for kernel in (*kernels, f"cudnn.{name}")] == [count] * (len(kernels) + 1), (part, calls)
         assert calls["loss.statistics"] == calls["loss.gradient"] <= 1
     assert seen == {"warmup", "steady", "cooldown"}
+
+
+def test_no_kernel_is_counted_as_waiting(compiled):
+    """Between the end of a collective and the stamp that follows it there is neither attention nor a loss: glue comes after it."""
+    _, folder, _ = compiled
+    module = parse_module((folder / "module.hlo").read_text())
+    stamps, counted = 0, []
+    for body, _ in loop_bodies(module, module.entry):
+        waits = False
+        for instruction in body.instructions:
+            if is_stamp(instruction):
+                stamps, waits = stamps + 1, False
+            elif instruction.opcode.endswith("-done") and instruction.opcode.removesuffix("-done") in COLLECTIVES:
+                waits = True
+            elif waits and kernel_of(instruction):
+                counted.append((part_of(body), instruction.name))
+    assert stamps > 50 and counted == []
+
+
+def is_stamp(instruction):
+    """Whether an instruction reads the devices' clock."""
+    return instruction.opcode == "custom-call" and "/clock/" in (instruction.text("op_name") or "")
 
 
 @pytest.mark.parametrize("compiled", ["64-gpus"], indirect=True)
