@@ -7,6 +7,7 @@ is not work that others should share.
 1. ``sequence``: stages agree on which micro-batches are long. Each gets the mean length of its step.
 2. ``stage``: a stage has more work than the mean. Work is spread evenly. Whether by design or by accident, no worker is at fault.
 3. ``worker``: a worker takes longer than its peers of the same stage, whatever the micro-batch. It becomes as fast as they are.
+   Slow workers hide each other, so all are taken away together, and share what that wins by what each costs alone (`split_loss`).
 4. ``optype``: operations of one type vary, and none of the above explains it: pauses, a network that flaps. Each takes its ideal time.
 
 Sequences come first because they lengthen the passes of a stage with more work by more, and stages before workers because a
@@ -16,6 +17,7 @@ Failure case: a job without enough passes to tell noise from a cause names fewer
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -80,6 +82,19 @@ def find_causes(what_if: WhatIf) -> Findings:
     return Findings(tuple(causes), unexplained, effects.sequences, work, effects.slow_workers)
 
 
+def split_loss(joint: float, alone: Sequence[float]) -> list[float]:
+    """What causes that were taken away together lose each, of ``joint``: in proportion to what each costs alone, all others away.
+
+    One that costs less than `LEAST_LOSS` alone has none, 0.0, unless all are like that. All losses are over the ideal step time.
+    """
+    costs = np.maximum(np.asarray(alone, float), 0.0)
+    if not costs.any():
+        return [joint / costs.size] * costs.size
+    losses = joint * costs / costs.sum()
+    named = costs >= LEAST_LOSS
+    return np.where(named if named.any() else True, losses, 0.0).tolist()
+
+
 class _Removal:
     """Takes causes away, one after the other."""
 
@@ -101,6 +116,10 @@ class _Removal:
         lost = self._real_s - self._what_if.total(ideal_durations(self._table, self._left))
         causes = [replace(cause, share=cause.loss * self._ideal_s / lost) for cause in self._causes]
         return sorted(causes, key=lambda cause: -cause.share), 1 - sum(cause.share for cause in causes)
+
+    def _loss(self, durations: np.ndarray) -> float:
+        """What going on with these durations wins, over the ideal step time."""
+        return (self._left_s - self._what_if.total(durations)) / self._ideal_s
 
     def _take(self, cause: Cause, durations: np.ndarray) -> bool:
         """Go on with durations that lack a cause, and note it with its loss; False, and nothing changes, where that is too small."""
@@ -134,15 +153,26 @@ class _Removal:
         for slow in self._effects.slow_workers:
             pipe, data, _ = self._table.layout.mesh.coordinates(slow.worker)
             groups[pipe, data].append(slow)
+        removed, rows, causes = self._left.copy(), [], []
         for (pipe, data), found in sorted(groups.items(), key=lambda item: -max(slow.excess for slow in item[1])):
-            durations, excess = self._left.copy(), defaultdict(float)
+            excess: dict[str, float] = {}
             for slow in found:
-                durations[(self._table.worker == slow.worker) & (self._table.optype == CODES[slow.optype])] /= 1 + slow.excess
-                excess[slow.optype] = max(slow.excess, excess[slow.optype])
+                rows.append((len(causes), (self._table.worker == slow.worker) & (self._table.optype == CODES[slow.optype])))
+                removed[rows[-1][1]] /= 1 + slow.excess
+                excess[slow.optype] = max(slow.excess, excess.get(slow.optype, 0.0))
             ranks = tuple(sorted({slow.rank for slow in found}))
             words = ", ".join(f"{value:.0%} in {name}" for name, value in excess.items())
             name = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} slower than peers: {words}"
-            self._take(Cause("worker", name, pipe=pipe, data=data, ranks=ranks, excess=dict(excess)), durations)
+            causes.append(Cause("worker", name, pipe=pipe, data=data, ranks=ranks, excess=excess))
+        joint = self._loss(removed)
+        if joint < LEAST_LOSS:
+            return
+        alone = []
+        for k in range(len(causes)):
+            own = np.any([mask for at, mask in rows if at == k], axis=0)
+            alone.append(joint - self._loss(np.where(own, self._left, removed)))
+        self._left, self._left_s = removed, self._what_if.total(removed)
+        self._causes += [replace(cause, loss=loss) for cause, loss in zip(causes, split_loss(joint, alone), strict=True) if loss]
 
     def _optypes(self) -> None:
         """The one that costs most first."""

@@ -6,10 +6,10 @@
     explained by part X  = (T - T(X ideal, all else as recorded)) / (T - T_ideal)
     gaps                 = T_recorded / T: how well the replay repeats what was recorded
 
-Causes are taken away one after the other, as in `causes`: each device that is slow by the rule of `slow_devices`, in the passes
-in which it is; passes that vary, by `IRREGULAR`, for what that still costs; the stage with most work. Their shares are of ``T``
-less the time without any of them. Work of a stage by design is in no device's slowdown. Micro-batches of a run have one shape,
-so their length is no cause here.
+Causes are taken away one after the other, as in `causes`: the devices that are slow by the rule of `slow_devices`, in the passes
+in which they are, all together (`split_loss`); passes that vary, by `IRREGULAR`, for what that still costs; the stage with most work.
+Their shares are of ``T`` less the time without any of them. Work of a stage by design is in no device's slowdown. Micro-batches of a run
+have one shape, so their length is no cause here.
 
 Failure case: without a detailed step in the window there are no replays; slow devices are causes all the same, of unknown share.
 """
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megascale_jax.config.layout import MeshShape
-from megascale_jax.views.causes import IRREGULAR, LEAST_LOSS, Cause
+from megascale_jax.views.causes import IRREGULAR, LEAST_LOSS, Cause, split_loss
 from megascale_jax.views.effects import LEAST_EXCESS as LEAST_STAGE_EXCESS
 from megascale_jax.views.phases_replay import Replay
 from megascale_jax.views.slow_devices import SlowDevice
@@ -133,20 +133,15 @@ class _Costs:
 
     def _causes(self) -> tuple[list[Cause], float]:
         """The largest first, and the share of none."""
-        taken, left_s = np.zeros(self._shape, bool), self._real_s
-        causes: list[Cause] = []
-        candidates = [(_cause(slow), self._worker_mask(slow)) for slow in self._slow.values()]
-        candidates += [
-            (Cause("optype", f"{name} varies, and no slow device explains it", optype=name), self._mask(optype=name))
-            for name in COMPUTED
-            if self._varies(name)
-        ]
-        for cause, mask in candidates:
-            total = float(self._totals([taken | mask])[0])
+        causes, taken = self._workers()
+        left_s = float(self._totals([taken])[0])
+        for optype in filter(self._varies, COMPUTED):
+            mask = taken | self._mask(optype=optype)
+            total = float(self._totals([mask])[0])
             loss = (left_s - total) / self._ideal_s
             if loss >= LEAST_LOSS:
-                causes.append(replace(cause, loss=loss))
-                taken, left_s = taken | mask, total
+                causes.append(Cause("optype", f"{optype} varies, and no slow device explains it", loss=loss, optype=optype))
+                taken, left_s = mask, total
         lost_s = self._real_s - self._ideal_s
         for cause in self._stage():
             causes.append(cause)
@@ -155,6 +150,19 @@ class _Costs:
             return [], 0.0
         causes = [replace(cause, share=cause.loss * self._ideal_s / lost_s) for cause in causes]
         return sorted(causes, key=lambda cause: -cause.share), 1 - sum(cause.share for cause in causes)
+
+    def _workers(self) -> tuple[list[Cause], np.ndarray]:
+        """Slow devices that cost something, and which computes are ideal without them."""
+        nothing = np.zeros(self._shape, bool)
+        masks = [self._worker_mask(slow) for slow in self._slow.values()]
+        removed = np.any(masks or [nothing], axis=0)
+        without_s = float(self._totals([removed])[0])
+        joint = (self._real_s - without_s) / self._ideal_s
+        if joint < LEAST_LOSS:
+            return [], nothing
+        alone = (self._totals([removed & ~mask for mask in masks]) - without_s) / self._ideal_s
+        losses = split_loss(joint, alone.tolist())
+        return [replace(_cause(slow), loss=loss) for slow, loss in zip(self._slow.values(), losses, strict=True) if loss], removed
 
     def _worker_mask(self, slow: Sequence[SlowDevice]) -> np.ndarray:
         return np.any([self._mask(optype=one.optype, rank=one.rank) for one in slow], axis=0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megascale_jax.parallel.pipeline.schedule import Schedule
-from megascale_jax.views.causes import Findings, find_causes
+from megascale_jax.views.causes import Findings, find_causes, split_loss
 from megascale_jax.views.effects import lower_medians
 from megascale_jax.views.straggler_trace import read_straggler_trace
 from megascale_jax.views.what_if import WhatIf
@@ -72,6 +72,24 @@ def test_a_worker_slow_in_backward_is_named_with_it(seed):
     cause = findings.causes[0]
     assert cause.ranks == (14,) and (cause.pipe, cause.data) == (3, 2) and list(cause.excess) == ["backward"]
     assert cause.excess["backward"] == pytest.approx(0.15, abs=0.04) and cause.share > 0.5
+
+
+@pytest.mark.parametrize("other", [2, 5])
+def test_two_workers_that_are_slow_alike_share_what_both_cost(other):
+    """Without one of them the step is as slow as before."""
+    findings = causes_of(lambda o, p, d, *_: 1.3 if (o, p) == ("backward", 1) and d in (0, other) else 1, data=8)
+    assert [(cause.kind, *cause.ranks) for cause in sorted(findings.causes, key=lambda cause: cause.ranks)] == [
+        ("worker", 8),
+        ("worker", 8 + other),
+    ]
+    assert not findings.hidden_workers and all(cause.share > 0.2 for cause in findings.causes)
+    assert sum(cause.share for cause in findings.causes) + findings.unexplained == pytest.approx(1.0)
+
+
+def test_a_loss_is_split_by_what_each_costs_alone():
+    assert split_loss(0.3, [0.3, 0.1, 0.005]) == pytest.approx([0.3 * 60 / 81, 0.3 * 20 / 81, 0])
+    assert split_loss(0.012, [0.006, 0.006]) == pytest.approx([0.006, 0.006]), "none is small beside the others"
+    assert split_loss(0.02, [0, -1e-9]) == pytest.approx([0.01, 0.01]), "neither costs anything alone"
 
 
 def test_with_few_passes_no_worker_is_judged():

@@ -68,6 +68,15 @@ def test_the_slowdown_is_that_of_the_run_without_the_slow_device(tmp_path):
     assert [one.rank for one in slow.devices] == [5]
 
 
+def test_two_devices_that_are_slow_alike_share_what_both_cost(tmp_path):
+    scale = lambda of, p, d, t, s: 1.3 if (of, p, d) == ("backward", 1, 0) else 1.0  # noqa: E731
+    slow, costs = costs_of(made_run(tmp_path, mesh=(2, 4, 2), scale=scale))
+    assert sorted(one.rank for one in slow.devices) == [8, 9]
+    assert sorted(cause.ranks for cause in costs.causes) == [(8,), (9,)]
+    assert [cause.share for cause in costs.causes] == pytest.approx([0.5, 0.5], abs=0.01)
+    assert costs.unexplained == pytest.approx(0, abs=0.01)
+
+
 def test_without_a_slow_device_nothing_is_found(tmp_path):
     slow, costs = costs_of(made_run(tmp_path))
     assert slow.devices == () and costs.causes == () and costs.slowdown == pytest.approx(1)
