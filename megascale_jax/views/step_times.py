@@ -1,7 +1,8 @@
 """What the devices of a run computed and waited for in each step, as arrays over steps and mesh, out of its events (`train/stamps.py`).
 
 A time is known only if the device's process wrote all of its rows of that step; otherwise it is NaN in every array, and the
-notes say how many are. Of a step that was run again, after a resume, the last run counts.
+notes say how many are. Of a step that was run again, after a resume, the last run counts. Of a run that changed its mesh within these
+steps the newest mesh counts, and what ran on others is left out.
 """
 
 from dataclasses import dataclass
@@ -35,7 +36,8 @@ class StepTimes:
 
     ``computed`` by pass and ``optimizer``, those that the run has; ``idle``: computing on nothing; ``waits`` by name and lane of the
     mesh axis; ``whole``: from a step's begin to its end. ``hosts`` [device] in the order of `MeshShape`, empty: not known.
-    ``notes``: what is missing, one line each.
+    ``notes``: what is missing, one line each. ``processes``: names of the processes whose rows these are, object[step, device] (None: no
+    rows); None where every device's rows of a step are of one process.
     """
 
     mesh: MeshShape
@@ -46,6 +48,7 @@ class StepTimes:
     waits: dict[tuple[str, str], np.ndarray]
     whole: np.ndarray
     notes: tuple[str, ...]
+    processes: np.ndarray | None = None
 
     @property
     def waited(self) -> np.ndarray:
@@ -55,12 +58,14 @@ class StepTimes:
 
 def read_step_times(store: EventStore, steps: tuple[int | None, int | None] = (None, None)) -> StepTimes:
     """The times of the steps ``first <= step < end``, either may be None. Raises UsageError if the run has no stamps of any."""
-    mesh, hosts = _mesh(store)
     first, end = steps
     within = "".join(f" and step {sign} {int(bound)}" for sign, bound in ((">=", first), ("<", end)) if bound is not None)
+    mesh, hosts, chosen, others = _mesh(store, within)
+    within += f" and process in ({', '.join(map(quoted, chosen))})" if chosen else ""
     whole_steps = f"from events where name = '{STEP_SPAN}' and lane = 'compute' and device >= 0{within}"
     again = store.sql(f"select 1 {whole_steps} group by step, device having count(*) > 1 limit 1")
-    table = store.sql(_query(within, by_process=again.num_rows > 0))
+    by_process = again.num_rows > 0 or bool(chosen)
+    table = store.sql(_query(within, by_process=by_process))
     if not table.num_rows:
         raise UsageError(f"no stamps of {_range_text(steps)}; expected a run with train.events.stamps and at least one step of these")
     oldest_first = np.argsort(table["began_ns"].to_numpy(), kind="stable")
@@ -80,6 +85,9 @@ def read_step_times(store: EventStore, steps: tuple[int | None, int | None] = (N
         arrays[key] = array.reshape(-1, mesh.pipe, mesh.data, mesh.tensor)
     if (STEP_SPAN, "compute") not in arrays:
         raise UsageError(f"the stamps of {_range_text(steps)} are incomplete on every device; expected at least one whole step")
+    processes = np.full((found.size, mesh.size), None) if by_process else None
+    if processes is not None:
+        processes[at, place] = column["process"]
     length = arrays[STEP_SPAN, "compute"]
     idle = arrays[IDLE, "compute"]
     return StepTimes(
@@ -90,7 +98,8 @@ def read_step_times(store: EventStore, steps: tuple[int | None, int | None] = (N
         np.where(np.isnan(length), np.nan, np.nan_to_num(idle)),
         {key: arrays[key] for key in _WAITS if key in arrays},
         length,
-        _notes(found, length),
+        (*others, *_notes(found, length)),
+        processes,
     )
 
 
@@ -106,7 +115,8 @@ def _query(within: str, *, by_process: bool) -> str:
     )
     return (
         f"with codes(name, lane, code) as (values {codes}) "
-        f"select step, device, min(unix_ns) as began_ns, {sums}, count(*) filter (code < {len(PASSES) + 1}) as computes, "
+        f"select step, device, {'process::varchar as process, ' if by_process else ''}min(unix_ns) as began_ns, {sums}, "
+        f"count(*) filter (code < {len(PASSES) + 1}) as computes, "
         f"count(*) filter (code = {len(_COLUMNS) - 1}) as times "
         f"from (select *, duration_ns::double as lasted from events) join codes using (name, lane) "
         f"where device >= 0 and step >= 0{within} group by {'process, ' if by_process else ''}step, device"
@@ -140,21 +150,36 @@ def _notes(steps: np.ndarray, length: np.ndarray) -> tuple[str, ...]:
 _SHOWN = 8
 
 
-def _mesh(store: EventStore) -> tuple[MeshShape, tuple[str, ...]]:
-    """The run's mesh and the host of every device, by what its processes say."""
+def quoted(name: str) -> str:
+    """A name as a string of SQL."""
+    return "'" + name.replace("'", "''") + "'"
+
+
+def _mesh(store: EventStore, within: str) -> tuple[MeshShape, tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """The mesh and the host of every device, by what processes say, those to which the steps are restricted (empty: to none), and notes."""
     described = [file for file in store.files if file.facts is not None and file.facts.role == "trainer" and file.facts.mesh is not None]
     described.sort(key=lambda file: file.summary.last_unix_ns)
-    facts = [file.facts for file in described if file.facts is not None]
-    meshes = {one.mesh for one in facts if one.mesh is not None}
-    if len(meshes) != 1:
-        raise UsageError(f"the run's processes state {len(meshes)} meshes {sorted(meshes)}; expected one: choose a run that kept its mesh")
-    mesh = MeshShape(*meshes.pop())
+    stated = [(file.process, file.facts) for file in described if file.facts is not None]
+    chosen, notes = (), ()
+    if len({facts.mesh for _, facts in stated}) > 1:
+        table = store.sql(f"select distinct process::varchar as process from events where name = '{STEP_SPAN}' and device >= 0{within}")
+        there = set(table["process"].to_pylist())
+        stated = [(process, facts) for process, facts in stated if process in there] or stated[-1:]
+    meshes = list(dict.fromkeys(facts.mesh for _, facts in reversed(stated) if facts.mesh is not None))
+    if not meshes:
+        raise UsageError("the run's processes state 0 meshes; expected one: choose a run whose trainers wrote their events")
+    mesh = MeshShape(*meshes[0])
+    if len(meshes) > 1:
+        stated = [(process, facts) for process, facts in stated if facts.mesh == meshes[0]]
+        chosen = tuple(dict.fromkeys(process for process, _ in stated))
+        shown = ", ".join("x".join(map(str, one)) for one in meshes[1:])
+        notes = (f"the mesh changed within these steps: those on {shown} are left out, {'x'.join(map(str, meshes[0]))} is the newest",)
     hosts = [""] * mesh.size
-    for one in facts:
-        for device in one.devices:
+    for _, facts in stated:
+        for device in facts.devices:
             if device < mesh.size:
-                hosts[device] = one.host
-    return mesh, tuple(hosts)
+                hosts[device] = facts.host
+    return mesh, tuple(hosts), chosen, notes
 
 
 def _range_text(steps: tuple[int | None, int | None]) -> str:

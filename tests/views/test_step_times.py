@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from megascale_jax.config.layout import MeshShape
 from megascale_jax.errors import UsageError
 from megascale_jax.observe.event_store import read_events
 from megascale_jax.observe.events import Events
@@ -84,6 +85,17 @@ def test_a_window(tmp_path):
     assert read(tmp_path, (5, 9)).steps.tolist() == [5, 6, 7, 8]
     with pytest.raises(UsageError, match="no stamps of steps 90:"):
         read(tmp_path, (90, None))
+
+
+def test_a_run_that_changed_its_mesh_is_read_on_the_one_of_its_window(tmp_path):
+    made_run(tmp_path, steps=range(1, 9))
+    made_run(tmp_path, mesh=(2, 1, 2), steps=range(7, 13), attempt=1)
+    for window, mesh, steps in (((None, 7), MESH, range(1, 7)), ((9, None), (2, 1, 2), range(9, 13))):
+        times = read(tmp_path, window)
+        assert (times.mesh, times.steps.tolist(), times.notes) == (MeshShape(*mesh), [*steps], ()) and not np.isnan(times.whole).any()
+    times = read(tmp_path)
+    assert times.mesh == MeshShape(2, 1, 2) and times.steps.tolist() == [*range(7, 13)] and not np.isnan(times.whole).any()
+    assert times.notes == ("the mesh changed within these steps: those on 2x2x2 are left out, 2x1x2 is the newest",)
 
 
 def test_runs_without_stamps_are_refused(tmp_path):
