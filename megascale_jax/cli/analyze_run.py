@@ -31,13 +31,14 @@ def analyze_run(run: Path, steps: tuple[int | None, int | None], top: int, heat_
     first, end = steps
     with read_events(run, steps=None if end is None else range(first or 0, end)) as store:
         times = read_step_times(store, steps)
-        replays = read_replays(store, times)
+        replays, replay_notes = read_replays(store, times)
     slow = find_slow(times)
     costs = find_costs(replays, times.mesh, slow.devices)
     notes = (
         *store.notes,
         *times.notes,
         *slow.notes,
+        *replay_notes,
         *(() if replays else ("no whole detailed step in the window, so nothing is replayed",)),
     )
     _show(wide_console(), times, slow, costs, top, notes)

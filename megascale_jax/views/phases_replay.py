@@ -12,11 +12,16 @@ compute and wait. Else the collective was hidden: ``comm`` is 0, and that least 
 The *ideal* duration of a compute is the median of its peers, the devices of the same stage, in the same phase. `Replay.times` is the step
 for any durations; how well it repeats the recorded step is `Replay.recorded_s` against it.
 
-Failure case: a step of which a device has no phases, or other ones, is not replayed.
+Of a step that was run again only the rows that `StepTimes` counts are replayed.
+
+Failure case: a step of which a device has no phases, or other ones, is not replayed; of steps with more than `MOST_ROWS` rows in all, fewer
+are, and a note says so.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import pyarrow as pa
@@ -24,12 +29,14 @@ import pyarrow as pa
 from megascale_jax.axes import MESH_AXES
 from megascale_jax.observe.event_store import EventStore
 from megascale_jax.parallel.pipeline.stamps import STEP_NAMES, TOGETHER, axes_of, pass_of
-from megascale_jax.views.step_times import COMPUTED, SUMS, StepTimes
+from megascale_jax.views.step_times import COMPUTED, SUMS, StepTimes, quoted
 
 HIDDEN = 0.05
 """Least wait, over the compute beside it, up to which a collective counts as hidden."""
 MOST_STEPS = 5
 """Detailed steps that are replayed, the last ones."""
+MOST_ROWS = 20_000_000
+"""Rows of phases that are read in all: they are ordered and replayed in memory, about 200 bytes each."""
 
 _NORM = STEP_NAMES[2]
 _NEIGHBOURS = (-1,)
@@ -54,7 +61,7 @@ class Replay:
     comm: np.ndarray
     after: np.ndarray
 
-    @property
+    @cached_property
     def ideal(self) -> np.ndarray:
         """Every compute as long as the median of its stage, float64[k, pipe, 1, 1]."""
         return np.median(self.computed, axis=(2, 3), keepdims=True)
@@ -72,20 +79,34 @@ class Replay:
         return start.max(axis=(1, 2, 3))
 
 
-def read_replays(store: EventStore, times: StepTimes) -> tuple[Replay, ...]:
-    """The last `MOST_STEPS` detailed steps of these that are whole, in order."""
+def read_replays(store: EventStore, times: StepTimes) -> tuple[tuple[Replay, ...], tuple[str, ...]]:
+    """The last `MOST_STEPS` detailed steps of these that are whole, in order, and notes, one line each."""
     whole = times.steps[~np.isnan(times.whole).any(axis=(1, 2, 3))]
     names = ", ".join(f"'{name}'" for name in SUMS if name not in STEP_NAMES)
     detailed = f"device >= 0 and lane in ('compute', 'tensor', 'pipe', 'data') and not is_instant and name not in ({names})"
-    table = store.sql(f"select distinct step from events where {detailed} and tick >= 0 order by step desc")
-    steps = [step for step in table["step"].to_pylist() if step in whole][:MOST_STEPS]
+    table = store.sql(f"select step, count(*) as rows from events where {detailed} and tick >= 0 group by step order by step desc")
+    steps = [(step, rows) for step, rows in zip(*(table[name].to_pylist() for name in ("step", "rows")), strict=True) if step in whole]
+    latest = steps[:MOST_STEPS]
+    few = [step for (step, _), rows in zip(latest, accumulate(rows for _, rows in latest), strict=True) if rows <= MOST_ROWS]
+    notes = ()
+    if len(few) < len(latest):
+        text = f"the phases of the last {len(latest)} detailed steps are {sum(rows for _, rows in latest):,} rows"
+        notes = (f"{text}, more than the {MOST_ROWS:,} that are read: {len(few)} of these steps are replayed",)
     found = []
-    for step in sorted(steps):
-        query = _ORDERED.format(where=f"{detailed} and step = {int(step)}")
-        recorded = float(np.median(times.whole[np.searchsorted(times.steps, step)]))
-        replay = _replay(int(step), recorded, store.sql(query), times)
+    for step in sorted(few):
+        row = int(np.searchsorted(times.steps, step))
+        query = _ORDERED.format(where=f"{detailed} and step = {int(step)}{_counted(times, row)}")
+        replay = _replay(int(step), float(np.median(times.whole[row])), store.sql(query), times)
         found += [] if replay is None else [replay]
-    return tuple(found)
+    return tuple(found), notes
+
+
+def _counted(times: StepTimes, row: int) -> str:
+    """The condition for rows that `times` counts of its step number ``row``."""
+    if times.processes is None:
+        return ""
+    pairs = ", ".join(f"({device}, {quoted(process)})" for device, process in enumerate(times.processes[row]) if process is not None)
+    return f" and (device, process::varchar) in ({pairs})"
 
 
 _ORDERED = """

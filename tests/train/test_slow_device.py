@@ -48,7 +48,7 @@ def test_a_device_that_sleeps_in_its_backward_pass_is_named(tmp_path, monkeypatc
     events.close()
     with read_events(tmp_path) as store:
         times = read_step_times(store)
-        replays = read_replays(store, times)
+        replays, _ = read_replays(store, times)
     assert times.steps.size == STEPS and times.notes == () and len(replays) == 4
     found = find_slow(times).devices
     worst = found[0]  # on CPUs others hide their wait for it in computes that run after a collective, so they may follow

@@ -10,10 +10,11 @@ from megascale_jax.parallel.pipeline.operations import fill_operations, settle_o
 from megascale_jax.parallel.pipeline.schedule import TickKind
 from megascale_jax.parallel.pipeline.shape import TickShape
 from megascale_jax.parallel.pipeline.stamps import axes_of
+from megascale_jax.views import phases_replay
 from megascale_jax.views.phases_replay import read_replays
 from megascale_jax.views.run_what_if import find_costs
 from megascale_jax.views.slow_devices import find_slow
-from megascale_jax.views.step_times import read_step_times
+from megascale_jax.views.step_times import COMPUTED, read_step_times
 from tests.views.made_run import made_run, made_stamps, play
 
 MESH = (2, 2, 2)
@@ -26,7 +27,7 @@ def slow_backward(of, p, d, t, step):
 def opened(run):
     with read_events(run) as store:
         times = read_step_times(store)
-        return times, read_replays(store, times)
+        return times, read_replays(store, times)[0]
 
 
 def costs_of(run):
@@ -100,6 +101,27 @@ def test_a_pass_that_varies_is_a_cause_of_its_own(tmp_path):
 def test_steps_with_a_device_missing_are_not_replayed(tmp_path):
     _, replays = opened(made_run(tmp_path, lost={(8, 3)}))
     assert [replay.step for replay in replays] == [16]
+
+
+def test_of_a_detailed_step_that_was_run_again_only_the_last_run_is_replayed(tmp_path):
+    made_run(tmp_path, steps=range(1, 9))
+    made_run(tmp_path, steps=range(5, 13), attempt=1, scale=lambda *_: 2.0)
+    _, (replay,) = opened(tmp_path)
+    nothing = np.zeros((1, len(COMPUTED), *MESH), bool)
+    assert replay.step == 8 and replay.times(nothing)[0] == pytest.approx(replay.recorded_s, rel=0.01)
+    (tmp_path / "alone").mkdir()
+    _, (alone,) = opened(made_run(tmp_path / "alone", steps=range(1, 9), scale=lambda *_: 2.0))
+    assert replay.phases == alone.phases
+
+
+def test_more_rows_than_can_be_held_are_fewer_steps(tmp_path, monkeypatch):
+    with read_events(made_run(tmp_path)) as store:
+        times = read_step_times(store)
+        rows = store.sql("select 1 from events where step = 16 and tick >= 0 and lane <> ''").num_rows
+        for most, expected in ((rows, [16]), (rows // 2, [])):
+            monkeypatch.setattr(phases_replay, "MOST_ROWS", most)
+            replays, (note,) = read_replays(store, times)
+            assert [replay.step for replay in replays] == expected and f"{len(expected)} of these steps are replayed" in note
 
 
 def test_without_detailed_steps_slow_devices_are_causes_of_unknown_share(tmp_path):
