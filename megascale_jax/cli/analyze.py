@@ -9,6 +9,7 @@ from rich.text import Text
 
 from megascale_jax.cli.job import wide_console
 from megascale_jax.errors import UsageError
+from megascale_jax.observe.output import printable
 from megascale_jax.observe.report import check_json_path, check_output_path, write_json
 
 if TYPE_CHECKING:
@@ -70,11 +71,11 @@ def analyze(
     what_if = WhatIf(select_steps(read_straggler_trace(trace), window))
     findings = find_causes(what_if)
     _show(wide_console(), what_if, findings, top)
+    if json is not None:
+        write_json(json, as_data(what_if, findings))
     if heat_map is not None:
         _draw(what_if, findings, trace.stem, heat_map)
         typer.echo(f"Picture: {heat_map}")
-    if json is not None:
-        write_json(json, as_data(what_if, findings))
 
 
 def parse_steps(text: str | None) -> tuple[int | None, int | None]:
@@ -135,11 +136,8 @@ def _numbers(part: "Part") -> dict[str, float | None]:
 
 def _show(console: "Console", what_if: "WhatIf", findings: "Findings", top: int) -> None:
     table, mesh = what_if.operations, what_if.operations.layout.mesh
-    console.print(
-        f"{what_if.steps.size} steps, {len(table):,} operations, {mesh.pipe} stages x {mesh.data} data x {mesh.tensor} tensor, "
-        f"{table.layout.schedule}",
-        highlight=False,
-    )
+    size = f"{what_if.steps.size} steps, {len(table):,} operations, {mesh.pipe} stages x {mesh.data} data x {mesh.tensor} tensor"
+    console.print(Text(printable(f"{size}, {table.layout.schedule}")))
     real, ideal = float(what_if.real_s.mean()), float(what_if.ideal_s.mean())
     console.print(
         Text.assemble(
@@ -175,7 +173,8 @@ def _show(console: "Console", what_if: "WhatIf", findings: "Findings", top: int)
 
 def _draw(what_if: "WhatIf", findings: "Findings", name: str, path: Path) -> None:
     from megascale_jax.views.heat_map import plot_heat_map
+    from megascale_jax.views.style import shortened
 
     causes = "; ".join(f"{cause.kind} {cause.share:.0%}" for cause in findings.causes) or "no cause stands out"
-    headline = f"{name}: {what_if.slowdown:.2f} times the ideal step time"
-    plot_heat_map(what_if.workers, what_if.operations.layout.mesh, headline, causes, path)
+    headline = f"{shortened(name, 40)}: {what_if.slowdown:.2f} times the ideal step time"
+    plot_heat_map(what_if.workers, what_if.operations.layout.mesh, headline, shortened(causes, 120), path)

@@ -1,6 +1,7 @@
 """`megascale analyze RUN`: what the devices of our own run computed and waited for, which are slow, and what that costs."""
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megascale_jax.cli.job import wide_console
+from megascale_jax.observe.output import printable
 from megascale_jax.observe.report import write_json
 
 if TYPE_CHECKING:
@@ -39,26 +41,41 @@ def analyze_run(run: Path, steps: tuple[int | None, int | None], top: int, heat_
         *times.notes,
         *slow.notes,
         *replay_notes,
+        *_doubts(costs),
         *(() if replays else ("no whole detailed step in the window, so nothing is replayed",)),
     )
     _show(wide_console(), times, slow, costs, top, notes)
+    if json is not None:
+        write_json(json, as_data(times, slow, costs, notes))
     if heat_map is not None:
         from megascale_jax.views.run_heat_map import plot_run
 
         plot_run(times, slow, run.resolve().name, heat_map)
         typer.echo(f"Picture: {heat_map}")
-    if json is not None:
-        write_json(json, as_data(times, slow, costs, notes))
+
+
+def _doubts(costs: "RunCosts") -> Iterable[str]:
+    """Whether the replay is off by so much that its numbers say little."""
+    if costs.gaps is not None and costs.slowdown is not None:
+        off, more = 1 / costs.gaps - 1, costs.slowdown - 1
+        if abs(off) >= max(_OFF, more / 2):
+            word = "more" if off > 0 else "less"
+            yield f"the replay takes {abs(off):.1%} {word} time than recorded, not little beside a slowdown of {more:.1%}: shares are rough"
+
+
+_OFF = 0.01
+"""What the replay may be off by in any case."""
 
 
 def as_data(times: "StepTimes", slow: "SlowDevices", costs: "RunCosts", notes: Iterable[str]) -> dict[str, object]:
-    """Everything that ``--json`` writes; times in seconds. The keys that a trace's analysis has as well mean the same there."""
+    """Everything that ``--json`` writes; times in seconds. Where keys differ from a trace's: docs/analysis_of_runs.md."""
+    ranks = times.ranks or (-1,) * times.mesh.size
     return {
         "slowdown": costs.slowdown,
         "gaps": costs.gaps,
         "causes": costs.causes,
         "unexplained": costs.unexplained,
-        "ranks": costs.workers,
+        "ranks": [{**asdict(worker), "device": worker.rank, "rank": ranks[worker.rank]} for worker in costs.workers],
         "stages": [{"pipe": pipe, "slowdown": part.slowdown, "explained": part.explained} for pipe, part in costs.stages.items()],
         "optypes": [{"optype": name, "slowdown": part.slowdown, "explained": part.explained} for name, part in costs.optypes.items()],
         "steps": costs.steps,
@@ -88,11 +105,13 @@ def _show(console: "Console", times: "StepTimes", slow: "SlowDevices", costs: "R
         number = Text.assemble(
             ("slowdown ", "bold"), (f"{costs.slowdown:.3f}", "bold"), " against devices like the median of their stage; "
         )
-        console.print(number + Text(f"the replay of {len(costs.steps)} steps takes {1 / costs.gaps:.1%} of the time recorded"))
+        numbers = ", ".join(f"{one['step']:.0f}" for one in costs.steps)
+        replayed = f"{'step' if len(costs.steps) == 1 else 'steps'} {numbers}"
+        console.print(number + Text(f"the replay of {replayed} takes {1 / costs.gaps:.1%} of the time recorded"))
     console.print(Text("\ncauses", style="bold"))
     for cause in costs.causes:
         share = "   -" if np.isnan(cause.share) else f"{cause.share:>4.0%}"
-        console.print(Text(f"  {share}  {cause.kind:<9} {cause.name}"))
+        console.print(Text(f"  {share}  {cause.kind:<9} {printable(cause.name)}"))
     if not costs.causes:
         console.print(Text("  none stands out"))
     console.print()
@@ -101,7 +120,7 @@ def _show(console: "Console", times: "StepTimes", slow: "SlowDevices", costs: "R
         console.print()
         console.print(_slow_table(slow, top))
     for note in notes:
-        console.print(Text(f"note: {note}", style="yellow"))
+        console.print(Text(f"note: {printable(note)}", style="yellow"))
 
 
 def _times_table(times: "StepTimes") -> Table:
@@ -119,13 +138,12 @@ def _times_table(times: "StepTimes") -> Table:
 
 
 def _slow_table(slow: "SlowDevices", top: int) -> Table:
-    grid = _grid("slow devices", "host", "pipe", "data", "tensor", "pass", "excess", "ms a step", "evidence")
+    grid = _grid("slow devices", "pipe", "data", "tensor", "pass", "excess", "ms a step", "evidence")
     for one in slow.devices[:top]:
         waits = "nobody waits" if np.isnan(one.waits_less) else f"waits less by {one.waits_less:.0%} of it"
         place = (str(one.pipe), str(one.data), str(one.tensor))
         grid.add_row(
-            f"rank {one.rank}",
-            one.host or "-",
+            Text(printable(one.label)),
             *place,
             one.optype,
             f"{one.excess:.1%}",
@@ -139,5 +157,5 @@ def _grid(first: str, *others: str) -> Table:
     grid = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     grid.add_column(first)
     for name in others:
-        grid.add_column(name, justify="left" if name in ("host", "pass", "evidence") else "right")
+        grid.add_column(name, justify="left" if name in ("pass", "evidence") else "right")
     return grid

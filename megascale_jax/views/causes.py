@@ -40,6 +40,7 @@ IRREGULAR = 0.1
 class Cause:
     """A cause: what it is in words, its share of the slowdown, and where it sits (None: everywhere).
 
+    ``ranks``: of a trace those of workers, of a run those of processes, whose ``devices`` have these numbers in the mesh.
     ``loss``: the time that it costs over the ideal step time. ``excess``: by operation type, how much longer than normal (0.15: 15 %).
     """
 
@@ -52,6 +53,7 @@ class Cause:
     data: int | None = None
     ranks: tuple[int, ...] = ()
     excess: dict[str, float] = field(default_factory=dict)
+    devices: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

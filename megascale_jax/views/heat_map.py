@@ -11,11 +11,13 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from megascale_jax.config.layout import MeshShape
-from megascale_jax.views.style import MUTED, TEXT, new_figure, title
+from megascale_jax.views.style import MUTED, TEXT, cell_extent, coarse, new_figure, title
 from megascale_jax.views.what_if import Worker
 
 COLDEST, HOTTEST = 1.0, 1.5
 """Slowdowns at the ends of the colour scale; what lies beyond has the colour of the end."""
+_MOST_CELLS = (400, 800)
+"""Rows and columns that have a pixel each; of more, a cell is the worst of several places."""
 
 
 def worker_grid(workers: Sequence[Worker], mesh: MeshShape) -> np.ndarray:
@@ -31,7 +33,10 @@ def plot_heat_map(workers: Sequence[Worker], mesh: MeshShape, headline: str, lin
     figure, (axes,) = new_figure()
     axes.grid(visible=False)
     axes.spines[["left", "bottom"]].set_visible(False)
-    image = axes.imshow(worker_grid(workers, mesh), vmin=COLDEST, vmax=HOTTEST, cmap="magma", aspect="auto", interpolation="nearest")
+    grid = worker_grid(workers, mesh)
+    excess = np.ma.masked_invalid(coarse(np.where(np.isfinite(grid), grid - 1, np.nan), *_MOST_CELLS)) + 1
+    look = {"vmin": COLDEST, "vmax": HOTTEST, "cmap": "magma", "aspect": "auto", "interpolation": "nearest"}
+    image = axes.imshow(excess, extent=cell_extent(grid), **look)
     axes.set_xlabel("data", fontsize=12, color=TEXT)
     axes.set_ylabel("pipeline stage", fontsize=12, color=TEXT)
     for axis in (axes.xaxis, axes.yaxis):

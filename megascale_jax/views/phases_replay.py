@@ -36,7 +36,7 @@ HIDDEN = 0.05
 MOST_STEPS = 5
 """Detailed steps that are replayed, the last ones."""
 MOST_ROWS = 20_000_000
-"""Rows of phases that are read in all: they are ordered and replayed in memory, about 200 bytes each."""
+"""Rows of phases that are read in all: they are ordered and replayed in memory."""
 
 _NORM = STEP_NAMES[2]
 _NEIGHBOURS = (-1,)

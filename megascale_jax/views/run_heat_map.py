@@ -1,4 +1,4 @@
-"""What every device of a run takes beyond its peers, as a picture: passes by rank above, the mesh of each pass below.
+"""What every device of a run takes beyond its peers, as a picture: passes by device above, the mesh of each pass below.
 
 Colour is the excess over the peers of the same stage, from -`SPAN` to `SPAN`; grey is not known, a ring marks a slow device.
 """
@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from megascale_jax.views.slow_devices import SlowDevices
 from megascale_jax.views.step_times import StepTimes
-from megascale_jax.views.style import MUTED, TEXT
+from megascale_jax.views.style import MUTED, TEXT, cell_extent, coarse, shortened
 
 SPAN = 0.3
 """Excess at the ends of the colour scale; what lies beyond has the colour of the end."""
@@ -29,15 +29,15 @@ def plot_run(times: StepTimes, slow: SlowDevices, name: str, path: Path) -> None
     optypes = list(slow.excess)
     grid = figure.add_gridspec(2, len(optypes), height_ratios=(1, 2))
     whole = figure.add_subplot(grid[0, :])
-    image = _panel(whole, np.array([slow.excess[optype].ravel() for optype in optypes]))
+    image = _panel(whole, np.array([slow.excess[optype].ravel() for optype in optypes]), _MOST_DEVICES)
     whole.set_yticks(range(len(optypes)), optypes)
-    whole.set_xlabel("rank", color=TEXT)
+    whole.set_xlabel("device", color=TEXT)
     whole.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    _ring(whole, [(one.rank, optypes.index(one.optype)) for one in slow.devices])
+    _ring(whole, [(one.device, optypes.index(one.optype)) for one in slow.devices])
     mesh = times.mesh
     for column, optype in enumerate(optypes):
         axes = figure.add_subplot(grid[1, column])
-        _panel(axes, slow.excess[optype].reshape(mesh.pipe, -1).T)
+        _panel(axes, slow.excess[optype].reshape(mesh.pipe, -1).T, _MOST_STAGES)
         axes.set_title(optype, fontsize=11, color=TEXT)
         axes.set_xlabel("pipe", color=TEXT)
         for axis in (axes.xaxis, axes.yaxis):
@@ -50,10 +50,9 @@ def plot_run(times: StepTimes, slow: SlowDevices, name: str, path: Path) -> None
     bar = figure.colorbar(image, ax=figure.axes, extend="both", shrink=0.6)
     bar.set_label("computes longer than its peers of the same stage", fontsize=11, color=MUTED)
     worst = slow.devices[0] if slow.devices else None
-    words = "no device stands out" if worst is None else f"rank {worst.rank} takes {worst.excess:.0%} longer in {worst.optype}"
-    figure.suptitle(
-        f"{name}, steps {times.steps[0]} to {times.steps[-1]}: {words}", x=0.02, ha="left", fontsize=15, fontweight="bold", color=TEXT
-    )
+    words = "no device stands out" if worst is None else f"{worst.label} takes {worst.excess:.0%} longer in {worst.optype}"
+    headline = f"{shortened(name, 40)}, steps {times.steps[0]} to {times.steps[-1]}\n{shortened(words, 90)}"
+    figure.suptitle(headline, x=0.02, ha="left", fontsize=15, fontweight="bold", color=TEXT, parse_math=False)
     figure.savefig(path)
 
 
@@ -61,15 +60,21 @@ _MOST_LINES = 16
 """Places in data up to which lines part them."""
 
 
-def _panel(axes: Axes, excess: np.ndarray) -> AxesImage:
+_MOST_DEVICES, _MOST_STAGES = 800, 96
+"""Columns of the upper and of a lower panel that have a pixel each; of more, a cell is the worst of several places."""
+_MOST_ROWS = 400
+
+
+def _panel(axes: Axes, excess: np.ndarray, columns: int) -> AxesImage:
     """Excess float64[row, column] as colours."""
     axes.set_facecolor(_UNKNOWN)
     axes.spines[:].set_visible(False)
     axes.tick_params(colors=TEXT, labelsize=10, length=3)
-    return axes.imshow(np.ma.masked_invalid(excess), vmin=-SPAN, vmax=SPAN, cmap="RdBu_r", aspect="auto", interpolation="nearest")
+    look = {"vmin": -SPAN, "vmax": SPAN, "cmap": "RdBu_r", "aspect": "auto", "interpolation": "nearest"}
+    return axes.imshow(np.ma.masked_invalid(coarse(excess, _MOST_ROWS, columns)), extent=cell_extent(excess), **look)
 
 
 def _ring(axes: Axes, places: list[tuple[int, int]]) -> None:
     """Rings around cells (column, row)."""
     if places:
-        axes.scatter(*zip(*places, strict=True), s=120, facecolors="none", edgecolors="black", linewidths=1.8)
+        axes.scatter(*zip(*places, strict=True), s=120, facecolors="none", edgecolors="black", linewidths=1.8, clip_on=False)

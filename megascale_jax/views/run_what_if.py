@@ -36,7 +36,7 @@ _AT_ONCE = 1 << 20
 class RunCosts:
     """Numbers of a window of steps; None: no detailed step.
 
-    ``workers``: the slowest first; all, or those slow by the rule where there are more than `EXACT_WORKERS`.
+    ``workers``, by the numbers of devices: the slowest first; all, or those slow by the rule where there are more than `EXACT_WORKERS`.
     """
 
     slowdown: float | None
@@ -51,23 +51,24 @@ class RunCosts:
 
 def find_costs(replays: Sequence[Replay], mesh: MeshShape, slow: Sequence[SlowDevice]) -> RunCosts:
     """What the parts of a run cost, by the replays of its detailed steps."""
-    by_rank: dict[int, list[SlowDevice]] = {}
+    by_number: dict[int, list[SlowDevice]] = {}
     for device in slow:
-        by_rank.setdefault(device.rank, []).append(device)
+        by_number.setdefault(device.device, []).append(device)
     if not replays:
-        causes = tuple(replace(_cause(found), share=math.nan, loss=math.nan) for found in by_rank.values())
+        causes = tuple(replace(_cause(found), share=math.nan, loss=math.nan) for found in by_number.values())
         return RunCosts(None, None, causes, None, (), {}, {}, ())
-    return _Costs(replays, mesh, by_rank).all()
+    return _Costs(replays, mesh, by_number).all()
 
 
 def _cause(slow: Sequence[SlowDevice]) -> Cause:
     """The cause that one device is, slow in some passes."""
     worst = slow[0]
     words = ", ".join(f"{one.excess:.0%} in {one.optype}" for one in slow)
-    where = f" on {worst.host}" if worst.host else ""
     excess = {one.optype: one.excess for one in slow}
-    name = f"rank {worst.rank}{where} slower than its peers: {words}"
-    return Cause("worker", name, optype=worst.optype, pipe=worst.pipe, data=worst.data, ranks=(worst.rank,), excess=excess)
+    name = f"{worst.label} slower than its peers: {words}"
+    ranks = (worst.rank,) if worst.rank >= 0 else ()
+    place = {"pipe": worst.pipe, "data": worst.data}
+    return Cause("worker", name, optype=worst.optype, **place, ranks=ranks, excess=excess, devices=(worst.device,))
 
 
 class _Costs:
@@ -165,7 +166,7 @@ class _Costs:
         return [replace(_cause(slow), loss=loss) for slow, loss in zip(self._slow.values(), losses, strict=True) if loss], removed
 
     def _worker_mask(self, slow: Sequence[SlowDevice]) -> np.ndarray:
-        return np.any([self._mask(optype=one.optype, rank=one.rank) for one in slow], axis=0)
+        return np.any([self._mask(optype=one.optype, rank=one.device) for one in slow], axis=0)
 
     def _varies(self, optype: str) -> bool:
         """Whether a pass varies by more than noise on devices that are not slow."""

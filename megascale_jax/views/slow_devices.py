@@ -47,10 +47,11 @@ _MEDIAN_ERROR = 1.2533
 class SlowDevice:
     """A device that takes ``excess`` longer (0.15: 15 %) than its peers for a pass, ``excess_s`` seconds a step.
 
-    ``rank``: number of the device in the mesh; ``host``: empty if not known; ``parts``: parts of the window in which it holds;
-    ``waits_less``: how much less than its peers it waits, over ``excess_s``.
+    ``device``: its number in the mesh; ``rank`` and ``host``: of its process, -1 and empty if not known;
+    ``parts``: parts of the window in which it holds; ``waits_less``: how much less than its peers it waits, over ``excess_s``.
     """
 
+    device: int
     rank: int
     host: str
     pipe: int
@@ -61,6 +62,12 @@ class SlowDevice:
     excess_s: float
     parts: int
     waits_less: float
+
+    @property
+    def label(self) -> str:
+        """``device 5 (rank 0, HOST)``."""
+        known = [f"rank {self.rank}"] * (self.rank >= 0) + [self.host] * bool(self.host)
+        return f"device {self.device}" + (f" ({', '.join(known)})" if known else "")
 
 
 @dataclass(frozen=True)
@@ -91,13 +98,13 @@ def find_slow(times: StepTimes) -> SlowDevices:
         slow = enough & (over >= np.maximum(LEAST_EXCESS, SIGMAS * _deviation(relative, over))) & (parts >= HOLDS)
         slow &= (cost >= LEAST_SHARE * length) & (less >= LEAST_EVIDENCE * cost)
         for stage, place in np.argwhere(slow).tolist():
-            rank = stage * slow.shape[1] + place
-            host = times.hosts[rank] if times.hosts else ""
+            device = stage * slow.shape[1] + place
+            rank, host = times.ranks[device] if times.ranks else -1, times.hosts[device] if times.hosts else ""
             ratio = float(less[stage, place] / cost[stage, place])
             number, seconds_more = int(parts[stage, place]), float(cost[stage, place])
-            where = times.mesh.coordinates(rank)
-            found.append(SlowDevice(rank, host, *where, name, float(over[stage, place]), seconds_more, number, ratio))
-    found.sort(key=lambda slow: (-slow.excess_s, slow.rank))
+            where = times.mesh.coordinates(device)
+            found.append(SlowDevice(device, rank, host, *where, name, float(over[stage, place]), seconds_more, number, ratio))
+    found.sort(key=lambda slow: (-slow.excess_s, slow.device))
     return SlowDevices(excess, tuple(found), _notes(times))
 
 

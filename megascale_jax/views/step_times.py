@@ -12,6 +12,7 @@ import numpy as np
 
 from megascale_jax.config.layout import MeshShape
 from megascale_jax.errors import UsageError
+from megascale_jax.observe.event_segments import Facts
 from megascale_jax.observe.event_store import EventStore
 from megascale_jax.observe.events import STEP_END
 from megascale_jax.parallel.pipeline.stamps import IDLE, STEP_NAMES, STEP_SPAN, Pass
@@ -35,7 +36,8 @@ class StepTimes:
     """Seconds of the steps ``steps`` [step], float64 arrays [step, pipe, data, tensor]; NaN: not known.
 
     ``computed`` by pass and ``optimizer``, those that the run has; ``idle``: computing on nothing; ``waits`` by name and lane of the
-    mesh axis; ``whole``: from a step's begin to its end. ``hosts`` [device] in the order of `MeshShape`, empty: not known.
+    mesh axis; ``whole``: from a step's begin to its end. ``hosts`` and ``ranks`` [device] of its process, in the order of `MeshShape`;
+    empty and -1: not known.
     ``notes``: what is missing, one line each. ``processes``: names of the processes whose rows these are, object[step, device] (None: no
     rows); None where every device's rows of a step are of one process.
     """
@@ -49,6 +51,7 @@ class StepTimes:
     whole: np.ndarray
     notes: tuple[str, ...]
     processes: np.ndarray | None = None
+    ranks: tuple[int, ...] = ()
 
     @property
     def waited(self) -> np.ndarray:
@@ -60,7 +63,7 @@ def read_step_times(store: EventStore, steps: tuple[int | None, int | None] = (N
     """The times of the steps ``first <= step < end``, either may be None. Raises UsageError if the run has no stamps of any."""
     first, end = steps
     within = "".join(f" and step {sign} {int(bound)}" for sign, bound in ((">=", first), ("<", end)) if bound is not None)
-    mesh, hosts, chosen, others = _mesh(store, within)
+    mesh, owners, chosen, others = _mesh(store, within)
     within += f" and process in ({', '.join(map(quoted, chosen))})" if chosen else ""
     whole_steps = f"from events where name = '{STEP_SPAN}' and lane = 'compute' and device >= 0{within}"
     again = store.sql(f"select 1 {whole_steps} group by step, device having count(*) > 1 limit 1")
@@ -93,13 +96,14 @@ def read_step_times(store: EventStore, steps: tuple[int | None, int | None] = (N
     return StepTimes(
         mesh,
         found,
-        hosts,
+        tuple("" if owner is None else owner.host for owner in owners),
         {name: arrays[name, "compute"] for name in COMPUTED if (name, "compute") in arrays},
         np.where(np.isnan(length), np.nan, np.nan_to_num(idle)),
         {key: arrays[key] for key in _WAITS if key in arrays},
         length,
         (*others, *_notes(found, length)),
         processes,
+        tuple(-1 if owner is None else owner.rank for owner in owners),
     )
 
 
@@ -155,8 +159,8 @@ def quoted(name: str) -> str:
     return "'" + name.replace("'", "''") + "'"
 
 
-def _mesh(store: EventStore, within: str) -> tuple[MeshShape, tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """The mesh and the host of every device, by what processes say, those to which the steps are restricted (empty: to none), and notes."""
+def _mesh(store: EventStore, within: str) -> tuple[MeshShape, list[Facts | None], tuple[str, ...], tuple[str, ...]]:
+    """The mesh and every device's process, by what processes say; to which processes the steps are restricted, empty: to none; notes."""
     described = [file for file in store.files if file.facts is not None and file.facts.role == "trainer" and file.facts.mesh is not None]
     described.sort(key=lambda file: file.summary.last_unix_ns)
     stated = [(file.process, file.facts) for file in described if file.facts is not None]
@@ -174,12 +178,12 @@ def _mesh(store: EventStore, within: str) -> tuple[MeshShape, tuple[str, ...], t
         chosen = tuple(dict.fromkeys(process for process, _ in stated))
         shown = ", ".join("x".join(map(str, one)) for one in meshes[1:])
         notes = (f"the mesh changed within these steps: those on {shown} are left out, {'x'.join(map(str, meshes[0]))} is the newest",)
-    hosts = [""] * mesh.size
+    owners: list[Facts | None] = [None] * mesh.size
     for _, facts in stated:
         for device in facts.devices:
             if device < mesh.size:
-                hosts[device] = facts.host
-    return mesh, tuple(hosts), chosen, notes
+                owners[device] = facts
+    return mesh, owners, chosen, notes
 
 
 def _range_text(steps: tuple[int | None, int | None]) -> str:

@@ -12,6 +12,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from megascale_jax.observe.output import printable
+
 COLOUR_A, COLOUR_B = "#2a6f97", "#d1495b"
 TRAIN, HELD_OUT, RESUMED, WARNING = "#2a6f97", "#d1495b", "#5a8f5a", "#c77d0a"
 MUTED, TEXT = "#6c757d", "#212529"
@@ -34,8 +36,33 @@ def new_figure(width_ratios: Sequence[float] = (1,)) -> tuple[Figure, list[Axes]
 
 def title(axes: Axes, headline: str, line: str) -> None:
     """A bold headline and one line of numbers under it, above `axes` at the left."""
-    axes.set_title(headline, loc="left", fontsize=17, fontweight="bold", color=TEXT, pad=32)
-    axes.text(0.0, 1.028, line, transform=axes.transAxes, fontsize=11.5, color=MUTED).set_in_layout(False)
+    axes.set_title(headline, loc="left", fontsize=17, fontweight="bold", color=TEXT, pad=32, parse_math=False)
+    axes.text(0.0, 1.028, line, transform=axes.transAxes, fontsize=11.5, color=MUTED, parse_math=False).set_in_layout(False)
+
+
+def shortened(text: str, most: int) -> str:
+    """Text on one line of at most ``most`` characters, so that it stays within a picture."""
+    text = printable(text)
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def coarse(excess: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    """Excess float64[row, column] in at most so many cells, each the value farthest from 0 of those in it; NaN where all are.
+
+    A picture has fewer pixels than a large job has devices, and drawing each at its nearest pixel would leave most out, also the slow ones.
+    """
+    for axis, most in enumerate((rows, columns)):
+        size = excess.shape[axis]
+        if size > most:
+            first = np.linspace(0, size, most, endpoint=False).astype(int)
+            low, high = (function.reduceat(excess, first, axis=axis) for function in (np.fmin, np.fmax))
+            excess = np.where(high >= -low, high, low)
+    return excess
+
+
+def cell_extent(excess: np.ndarray) -> tuple[float, float, float, float]:
+    """Where the image of a coarse excess goes, so that places on the axes are those of the excess itself."""
+    return -0.5, excess.shape[1] - 0.5, excess.shape[0] - 0.5, -0.5
 
 
 def legend(axes: Axes) -> None:

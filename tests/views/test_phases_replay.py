@@ -61,19 +61,19 @@ def test_the_slowdown_is_that_of_the_run_without_the_slow_device(tmp_path):
     assert exact > 1.03
     assert costs.slowdown == pytest.approx(exact, rel=0.005) and costs.gaps == pytest.approx(1, rel=0.01)
     (cause,) = costs.causes
-    assert (cause.kind, cause.optype, cause.ranks) == ("worker", "backward", (5,)) and cause.share == pytest.approx(1, abs=0.01)
+    assert (cause.kind, cause.optype, cause.devices) == ("worker", "backward", (5,)) and cause.share == pytest.approx(1, abs=0.01)
     assert cause.excess["backward"] == pytest.approx(0.15, abs=0.001)
     assert costs.workers[0].rank == 5 and costs.workers[0].explained == pytest.approx(1, abs=0.01)
     assert max(costs.optypes, key=lambda name: costs.optypes[name].slowdown) == "backward"
     assert costs.stages[1].slowdown > costs.stages[0].slowdown == pytest.approx(1)
-    assert [one.rank for one in slow.devices] == [5]
+    assert [one.device for one in slow.devices] == [5]
 
 
 def test_two_devices_that_are_slow_alike_share_what_both_cost(tmp_path):
     scale = lambda of, p, d, t, s: 1.3 if (of, p, d) == ("backward", 1, 0) else 1.0  # noqa: E731
     slow, costs = costs_of(made_run(tmp_path, mesh=(2, 4, 2), scale=scale))
-    assert sorted(one.rank for one in slow.devices) == [8, 9]
-    assert sorted(cause.ranks for cause in costs.causes) == [(8,), (9,)]
+    assert sorted(one.device for one in slow.devices) == [8, 9]
+    assert sorted(cause.devices for cause in costs.causes) == [(8,), (9,)]
     assert [cause.share for cause in costs.causes] == pytest.approx([0.5, 0.5], abs=0.01)
     assert costs.unexplained == pytest.approx(0, abs=0.01)
 
@@ -126,4 +126,4 @@ def test_more_rows_than_can_be_held_are_fewer_steps(tmp_path, monkeypatch):
 
 def test_without_detailed_steps_slow_devices_are_causes_of_unknown_share(tmp_path):
     _, costs = costs_of(made_run(tmp_path, scale=slow_backward, detail_every=100))
-    assert costs.slowdown is None and [cause.ranks for cause in costs.causes] == [(5,)] and np.isnan(costs.causes[0].share)
+    assert costs.slowdown is None and [cause.devices for cause in costs.causes] == [(5,)] and np.isnan(costs.causes[0].share)

@@ -39,15 +39,21 @@ def slow_at(*, factor=1.15, steps=24, rows=slice(None), place=(1, 0, 1)):
 def test_a_device_slow_in_one_pass_is_named_with_its_evidence():
     found = find_slow(made(scale=slow_at()))
     (one,) = found.devices
-    assert (one.rank, one.host, one.pipe, one.data, one.tensor, one.optype) == (5, "host1", 1, 0, 1, "backward")
+    assert (one.device, one.host, one.pipe, one.data, one.tensor, one.optype) == (5, "host1", 1, 0, 1, "backward")
     assert one.excess == pytest.approx(0.15) and one.excess_s == pytest.approx(0.15 * 0.04)
     assert one.parts == 4 and one.waits_less == pytest.approx(1)
     assert found.excess["backward"][1, 0, 1] == pytest.approx(0.15) and found.excess["forward"][1, 0, 1] == pytest.approx(0)
 
 
+def test_a_device_is_told_with_its_process():
+    times = made(scale=slow_at())
+    labels = [find_slow(one).devices[0].label for one in (replace(times, ranks=(0,) * 4 + (3,) * 4), replace(times, hosts=()))]
+    assert labels == ["device 5 (rank 3, host1)", "device 5"]
+
+
 def test_with_noise_it_is_found_as_well():
     found = [find_slow(made(seed, noise=0.05, steps=40, scale=slow_at(steps=40, factor=1.2))).devices for seed in range(40)]
-    assert sum([one.rank for one in devices] == [5] for devices in found) >= 39
+    assert sum([one.device for one in devices] == [5] for devices in found) >= 39
 
 
 def test_stages_are_not_compared_and_9_percent_is_not_slow():
@@ -69,7 +75,7 @@ def test_three_quarters_of_the_window_are_enough():
 def test_one_peer_is_enough():
     scale = np.broadcast_to(np.array([[1.0], [1.3]]), (24, 2, 2, 1))
     pair = find_slow(made(mesh=MeshShape(2, 2, 1), scale=scale))
-    assert [one.rank for one in pair.devices] == [3, 1], "the other is the only peer"
+    assert [one.device for one in pair.devices] == [3, 1], "the other is the only peer"
 
 
 def test_false_alarms_are_fewer_than_one_window_in_a_hundred():
@@ -92,7 +98,7 @@ def test_missing_devices_and_steps_are_nobodys_peers():
         array[:, 1, 1, 1] = np.nan
         array[::3, 1, 1, 0] = np.nan
     found = find_slow(times)
-    assert [one.rank for one in found.devices] == [5] and np.isnan(found.excess["backward"][1, 1, 1])
+    assert [one.device for one in found.devices] == [5] and np.isnan(found.excess["backward"][1, 1, 1])
 
 
 def test_too_few_steps_or_peers_are_said_and_nobody_is_blamed():
@@ -112,7 +118,7 @@ def test_a_device_that_does_not_wait_less_is_not_slow():
 
 def test_slow_devices_beside_each_other_are_all_named():
     times = made(mesh=MeshShape(2, 4, 2), scale=np.broadcast_to(np.array([1, 1.15, 1.3, 1, 1, 1, 1, 1]).reshape(4, 2), (24, 2, 4, 2)))
-    assert sorted(one.rank for one in find_slow(times).devices) == [1, 2, 9, 10]
+    assert sorted(one.device for one in find_slow(times).devices) == [1, 2, 9, 10]
 
 
 def test_what_costs_next_to_nothing_is_not_slow():
