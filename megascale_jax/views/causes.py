@@ -155,12 +155,12 @@ class _Removal:
         for slow in self._effects.slow_workers:
             pipe, data, _ = self._table.layout.mesh.coordinates(slow.worker)
             groups[pipe, data].append(slow)
-        removed, rows, causes = self._left.copy(), [], []
-        for (pipe, data), found in sorted(groups.items(), key=lambda item: -max(slow.excess for slow in item[1])):
+        ordered = sorted(groups.items(), key=lambda item: -max(slow.excess for slow in item[1]))
+        removed, causes = self._left.copy(), []
+        for (pipe, data), found in ordered:
             excess: dict[str, float] = {}
             for slow in found:
-                rows.append((len(causes), (self._table.worker == slow.worker) & (self._table.optype == CODES[slow.optype])))
-                removed[rows[-1][1]] /= 1 + slow.excess
+                removed[self._rows(slow)] /= 1 + slow.excess
                 excess[slow.optype] = max(slow.excess, excess.get(slow.optype, 0.0))
             ranks = tuple(sorted({slow.rank for slow in found}))
             words = ", ".join(f"{value:.0%} in {name}" for name, value in excess.items())
@@ -170,11 +170,17 @@ class _Removal:
         if joint < LEAST_LOSS:
             return
         alone = []
-        for k in range(len(causes)):
-            own = np.any([mask for at, mask in rows if at == k], axis=0)
-            alone.append(joint - self._loss(np.where(own, self._left, removed)))
+        for _, found in ordered:
+            back = removed.copy()
+            for slow in found:
+                own = self._rows(slow)
+                back[own] = self._left[own]
+            alone.append(joint - self._loss(back))
         self._left, self._left_s = removed, self._what_if.total(removed)
         self._causes += [replace(cause, loss=loss) for cause, loss in zip(causes, split_loss(joint, alone), strict=True) if loss]
+
+    def _rows(self, slow: SlowWorker) -> np.ndarray:
+        return (self._table.worker == slow.worker) & (self._table.optype == CODES[slow.optype])
 
     def _optypes(self) -> None:
         """The one that costs most first."""
