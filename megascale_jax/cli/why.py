@@ -4,7 +4,6 @@ Exit code 0: it goes on, or has ended; 1: it hangs or is slow; 2: that cannot be
 """
 
 import json as json_module
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,16 +36,16 @@ def why(
     if json:
         typer.echo(json_module.dumps(json_ready(found), indent=1))
     else:
-        print_judgement(found, Console(), time.time())
+        print_judgement(found, Console())
     raise typer.Exit(EXIT_CODES[found.verdict])
 
 
-def print_judgement(found: "Judgement", console: Console, now: float) -> None:
+def print_judgement(found: "Judgement", console: Console) -> None:
     """Print the verdict, the cube, and the ranks that matter."""
     from megascale_jax.views.cube import cube
     from megascale_jax.views.why import MOST_NAMED
 
-    age = f"attempt {found.attempt}, as of {max(0.0, now - found.until):.0f} s ago" if found.until else f"attempt {found.attempt}"
+    age = f"attempt {found.attempt}, as of {found.age_s:.0f} s ago" if found.until else f"attempt {found.attempt}"
     console.print(Text.assemble("Verdict: ", (found.verdict, f"bold {_STYLES[found.verdict]}"), f" ({age})"))
     console.print(Text(printable(found.reason)))
     console.print()

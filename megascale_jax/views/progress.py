@@ -1,13 +1,14 @@
 """How far every rank of a run has come, by its event files alone: what `why.py` judges. No JAX.
 
 Only the newest attempt counts, of a rank its newest process, and only processes that were there when the newest of them began: events
-begin after all ranks have met. Of each process the end of its files is read, so a run of any length takes a few seconds.
+begin after all ranks have met. On another host that is judged with `SKEW_S` to spare. Of each process the end of its files is read, so
+a run of any length takes a few seconds. Hosts' clocks are brought to the middle one (`host_clocks.py`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,12 +23,17 @@ from megascale_jax.observe.event_paths import OPEN_SUFFIX
 from megascale_jax.observe.event_segments import Facts
 from megascale_jax.observe.marks import PREPARATION, SECTION_ORDER, SECTIONS, UNTAUGHT_PASSES
 from megascale_jax.observe.pulse import ALIVE, PASSED, Alive, Passed
+from megascale_jax.views.host_clocks import ahead_ns
 from megascale_jax.views.ranks import facts_of, files_of_trainers
 
 _READERS = 16
 """Threads that read files, most of whose time the interpreter is not needed."""
 _EVALUATES = ("evaluate", "checkpoint", "end")
 """Sections that belong to the step before, which they need not name."""
+SKEW_S = 60.0
+"""A process of another host, whose clock may be behind, is of a start before if its events ended so long before the newest began."""
+_STEPS = 32
+"""Newest passes by whose ends clocks are compared."""
 Place = tuple[int, int, int]
 
 
@@ -49,12 +55,12 @@ class DevicePosition:
 
 @dataclass(frozen=True)
 class RankProgress:
-    """Where a rank is. Times are nanoseconds since 1970 by its host's clock.
+    """Where a rank is. Times are nanoseconds since 1970, of all ranks by one clock.
 
     ``section`` and ``step``: the newest pass that it is known to have entered, at ``since_ns``; with ``is_past`` that pass is over and
     what came then is not known. ``section`` is empty when nothing is known. ``moved_ns``: when it was last seen to come further.
-    ``is_gone``: its process has ended, ``has_finished``: as the run did. ``longest_s``, ``passes``: of its finished passes. ``note``: what
-    is wrong with its files.
+    ``is_gone``: its process has ended, ``has_finished``: as the run did. ``longest_s``, ``passes``: of its finished passes. ``ends_ns``:
+    by step the ends of its newest passes of one. ``note``: what is wrong with its files.
     """
 
     rank: int
@@ -73,6 +79,7 @@ class RankProgress:
     has_finished: bool = False
     longest_s: Mapping[str, float] = field(default_factory=dict)
     passes: Mapping[str, int] = field(default_factory=dict)
+    ends_ns: Mapping[int, int] = field(default_factory=dict)
     note: str = ""
 
     @property
@@ -95,12 +102,13 @@ class RankProgress:
 
 @dataclass(frozen=True)
 class Progress:
-    """All ranks of the newest attempt, by number; ``until_ns``: the newest event of all."""
+    """All ranks of the newest attempt, by number. ``until_ns``: the newest event of all; ``changed_ns``: when a file last changed."""
 
     attempt: int
     mesh: Place | None
     ranks: tuple[RankProgress, ...]
     until_ns: int
+    changed_ns: int = 0
 
 
 def read_progress(run: Path) -> Progress:
@@ -117,12 +125,39 @@ def read_progress(run: Path) -> Progress:
     with ThreadPoolExecutor(_READERS) as readers:
         found = list(readers.map(lambda process: _rank_progress(known[process], files[process]), newest.values()))
     began_ns = {one.rank: _first_ns(files[newest[one.rank]]) for one in found}
-    last_ns = max(began_ns.values())
-    found = [one for one in found if one.last_ns >= last_ns or not one.last_ns or began_ns[one.rank] == last_ns]
+    clocks = {rank: known[process].boot_id or known[process].host for rank, process in newest.items()}
+    found = _together(found, began_ns, clocks)
+    ahead = ahead_ns({one.rank: (clocks[one.rank], began_ns[one.rank], one.ends_ns) for one in found})
+    found = [_earlier(one, ahead[one.rank]) for one in found]
     facts = [known[newest[one.rank]] for one in found]
     mesh = next((fact.mesh for fact in facts if fact.mesh is not None), None)
     ranks = sorted((*found, *_missing(mesh, facts)), key=lambda one: one.rank)
-    return Progress(attempt, mesh, tuple(ranks), max((one.last_ns for one in ranks), default=0))
+    changed_ns = max((_changed_ns(files[newest[one.rank]][-1]) for one in found), default=0)
+    return Progress(attempt, mesh, tuple(ranks), max((one.last_ns for one in ranks), default=0), changed_ns)
+
+
+def _together(found: Sequence[RankProgress], began_ns: Mapping[int, int], clocks: Mapping[int, str]) -> list[RankProgress]:
+    """Those that still had events when the last of their host, or by `SKEW_S` of any host, began."""
+    last_ns, last_of = max(began_ns.values()), dict[str, int]()
+    for rank, clock in clocks.items():
+        last_of[clock] = max(began_ns[rank], last_of.get(clock, 0))
+
+    def was_there(one: RankProgress) -> bool:
+        last_seen_ns, own_ns = max(one.last_ns, began_ns[one.rank]), last_of[clocks[one.rank]]
+        return not one.last_ns or (last_seen_ns >= own_ns and last_seen_ns + SKEW_S * 1e9 >= last_ns)
+
+    return [one for one in found if was_there(one)]
+
+
+def _earlier(one: RankProgress, by_ns: int) -> RankProgress:
+    moved = {name: at_ns - by_ns for name in ("since_ns", "moved_ns", "last_ns") if (at_ns := getattr(one, name))}
+    return replace(one, **moved) if by_ns else one
+
+
+def _changed_ns(path: Path) -> int:
+    with suppress(OSError):
+        return path.stat().st_mtime_ns
+    return 0
 
 
 def _newest_facts(paths: Sequence[Path]) -> Facts | None:
@@ -169,6 +204,8 @@ def _rank_progress(facts: Facts, paths: Sequence[Path]) -> RankProgress:
     taught = {name: seconds[UNTAUGHT_PASSES.get(name, 0) :] for name, seconds in lasts.items()}
     at["longest_s"] = {name: max(seconds) for name, seconds in taught.items() if seconds}
     at["passes"] = {name: len(seconds) for name, seconds in lasts.items() if seconds}
+    at["ends_ns"] = {row["step"]: row["unix_ns"] + row["duration_ns"] for row in spans if row["name"] == "step"}
+    at["ends_ns"] = dict(list(at["ends_ns"].items())[-_STEPS:])
     at |= _pass_of(rows, spans)
     devices, moved_ns = _devices_of(rows)
     last = rows[-1]

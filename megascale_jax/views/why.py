@@ -12,11 +12,15 @@ section in the order of the loop). The rule, in this order:
 4. Ranks without a file, if all others are equally far: they are named. A rank whose file is cut may have come further than it says.
 5. Else it cannot be told: those first behind, and those of which nothing is known, are suspects.
 
-How long is too long is the driver's rule (`cluster/limits.py`) with what these files show of the run's passes.
+How long is too long is the driver's rule (`cluster/limits.py`) with what these files show of the run's passes. All is judged as of the
+newest event; but that a run goes on is not said of one whose files have not changed for long.
 """
 
+import time
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Literal
 
 from megascale_jax.cluster.limits import Limits
@@ -25,7 +29,8 @@ from megascale_jax.observe.marks import DEAF
 from megascale_jax.views.progress import Place, Progress, RankProgress
 
 SILENT_S = 3 * PULSE_S + 5 * FLUSH_S
-"""Without an event for so long while others have some, a process does not run, or its disk takes nothing."""
+"""Without an event for so long and a step, by which clocks may still differ, while others have some, a process does not run, or its
+disk takes nothing."""
 SLOW = 2.0
 """Times the longest pass of its kind."""
 OWN_SECTIONS = ("start", "data")
@@ -58,7 +63,10 @@ class RankState:
 
 @dataclass(frozen=True)
 class Judgement:
-    """``named``: ranks that hold the others up; ``suspects``: it is among them. ``until``: newest event, seconds since 1970."""
+    """``named``: ranks that hold the others up; ``suspects``: it is among them.
+
+    ``until``: newest event, seconds since 1970; ``age_s``: for how long no file has changed and none has a newer event, seconds.
+    """
 
     verdict: Outcome
     reason: str
@@ -67,6 +75,7 @@ class Judgement:
     attempt: int
     mesh: Place | None
     until: float
+    age_s: float
     ranks: tuple[RankState, ...]
 
 
@@ -79,47 +88,70 @@ class Behind:
     reason: str = ""
 
 
-def judge(progress: Progress, limits: Limits | None = None) -> Judgement:
-    """The verdict, as of the newest event. ``limits``: a run's own; default: what the files teach on top of the usual floors."""
-    ranks, until_ns = progress.ranks, progress.until_ns
+def judge(progress: Progress, limits: Limits | None = None, now: float | None = None) -> Judgement:
+    """The verdict, as of the newest event. ``limits``: a run's own; default: what the files teach on top of the usual floors.
+
+    ``now``: seconds since 1970, by default this moment; a run that was silent for longer than its ranks may be does not count as running.
+    """
     limits = limits or Limits()
-    for one in ranks:
+    for one in progress.ranks:
         limits.learn(one.longest_s)
-    finished = [one for one in ranks if one.has_finished]
-    others = [one for one in ranks if not one.has_finished]
+    others = [one for one in progress.ranks if not one.has_finished]
     all_gone = all(one.is_gone or one.is_missing for one in others)
-    silent = [one for one in others if _is_silent(one, until_ns, limits) or (one.is_gone and not all_gone)]
-    alive = [one for one in others if one not in silent and one.section]
+    silent = [one for one in others if _is_silent(one, progress.until_ns, limits) or (one.is_gone and not all_gone)]
+    found = _judged(progress, limits, others, silent, all_gone=all_gone)
+    newest = max(progress.until_ns, progress.changed_ns) / 1e9
+    age_s = round(max(0.0, (time.time() if now is None else now) - newest), 3)
+    found = replace(found, age_s=age_s)
+    patience_s = max((_patience_s(one, limits) for one in others), default=0.0)
+    if found.verdict not in ("running", "slow", "hang") or all_gone or age_s <= patience_s:
+        return found
+    text = f"all ranks are silent since {datetime.fromtimestamp(newest, UTC):%Y-%m-%d %H:%M:%S} UTC, {age_s:.0f} s ago"
+    if found.verdict == "running":
+        ranks = tuple(replace(one, state="ended" if one.state == "ended" else "silent") for one in found.ranks)
+        return replace(found, verdict="unknown", reason=f"{text}; until then it went on: {found.reason}", ranks=ranks)
+    return replace(found, reason=f"{found.reason}; {text}")
+
+
+def _judged(
+    progress: Progress, limits: Limits, others: Sequence[RankProgress], silent: Sequence[RankProgress], *, all_gone: bool
+) -> Judgement:
+    """The verdict as of the newest event; ``others`` have not finished, of which some are silent."""
+    numbers = {one.rank for one in silent}
+    alive = [one for one in others if one.rank not in numbers and one.section]
     if not others:
-        return _judgement(progress, "ended", "every rank has finished", Behind(), ())
+        return _judgement(progress, "ended", "every rank has finished", Behind(), numbers)
     if not alive:
         text = "no rank says where it is: its events are from before the first pulse, or its files are damaged"
-        return _judgement(progress, "unknown", text, Behind(suspects=tuple(others)), silent)
+        return _judgement(progress, "unknown", text, Behind(suspects=tuple(others)), numbers)
+    finished = [one for one in progress.ranks if one.has_finished]
     if finished:
         behind = Behind(suspects=tuple(others), reason=f"{_listed(finished)} finished the run, {_listed(others)} did not")
     else:
         behind = first_behind(alive, silent)
     first = (behind.named or behind.suspects or tuple(alive))[0]
-    stalled_s = max(0.0, (until_ns - max(one.moved_ns for one in alive)) / 1e9)
-    verdict = _outcome(alive, first, stalled_s, limits, is_silent=any(one in silent for one in behind.named))
+    stalled_s = max(0.0, (progress.until_ns - max(one.moved_ns for one in alive)) / 1e9)
+    verdict = _outcome(alive, first, stalled_s, limits, is_silent=any(one.rank in numbers for one in behind.named))
     if verdict == "running" and all_gone and not any(one.is_missing for one in others):
         last = min(others, key=lambda one: one.last_ns)
         text = f"every process has ended, and no run was finished; {_name(last)} was seen last, {_where(last)}, before all others"
-        return _judgement(progress, "ended", text, Behind(), silent)
+        return _judgement(progress, "ended", text, Behind(), numbers)
     if verdict == "running":
         moved = max(alive, key=lambda one: one.moved_ns)
-        return _judgement(progress, verdict, f"{_name(moved)} came further {stalled_s:.1f} s before the newest event", Behind(), silent)
-    return _judgement(progress, verdict, f"nobody came further for {stalled_s:.1f} s. {behind.reason}", behind, silent)
+        text = f"{_name(moved)} came further {stalled_s:.1f} s before the newest event"
+        return _judgement(progress, verdict, text, Behind(), numbers)
+    return _judgement(progress, verdict, f"nobody came further for {stalled_s:.1f} s. {behind.reason}", behind, numbers)
 
 
 def first_behind(alive: Sequence[RankProgress], silent: Sequence[RankProgress]) -> Behind:
     """Who holds the others up, by the rule above; ``alive`` is not empty."""
     by_device = all(one.device_order is not None for one in alive)
     orders = {one.rank: _order(one, by_device) for one in alive}
-    behind = min(orders.values())
+    behind, host_behind = min(orders.values()), min(one.host_order for one in alive)
     last = tuple(one for one in alive if orders[one.rank] == behind)
     unknown = tuple(one for one in silent if one.is_missing or one.note or not one.section)
-    lost = tuple(one for one in silent if one not in unknown and _is_behind(one, behind, alive))
+    is_unknown = {one.rank for one in unknown}
+    lost = tuple(one for one in silent if one.rank not in is_unknown and _is_behind(one, behind, host_behind))
     first, but, is_all = f"{_listed(last)} {_verb(last)} first behind: {_where(last[0])}", _but(unknown), len(last) == len(alive)
     if lost:
         return Behind(lost, reason=f"{_listed(lost)} {_verb(lost)} silent, last seen {_where(lost[0])}; no living rank is further behind")
@@ -140,16 +172,22 @@ def _order(one: RankProgress, by_device: bool) -> tuple[tuple[int, ...], tuple[i
     return (one.device_order or () if by_device else ()), one.host_order
 
 
-def _is_behind(one: RankProgress, behind: tuple, alive: Sequence[RankProgress]) -> bool:
-    """Whether a silent rank was last seen no further than the last of the living."""
+def _is_behind(one: RankProgress, behind: tuple, host_behind: tuple[int, int, bool]) -> bool:
+    """Whether a silent rank was last seen no further than the last of the living, by their devices and by their main threads."""
     if behind[0] and one.device_order is not None:
         return _order(one, True) <= behind
-    return one.host_order <= min(other.host_order for other in alive)
+    return one.host_order <= host_behind
 
 
 def _is_silent(one: RankProgress, until_ns: int, limits: Limits) -> bool:
-    limit_s = limits.limit_s(one.section, one.passes) if one.section in DEAF and not one.is_past else SILENT_S
-    return one.is_missing or not one.section or (until_ns - one.last_ns) / 1e9 > limit_s
+    return one.is_missing or not one.section or (until_ns - one.last_ns) / 1e9 > _patience_s(one, limits)
+
+
+def _patience_s(one: RankProgress, limits: Limits) -> float:
+    """For how long a rank may have no event, seconds."""
+    if one.section in DEAF and not one.is_past:
+        return limits.limit_s(one.section, one.passes)
+    return SILENT_S + one.longest_s.get("step", 0.0)
 
 
 def _is_own(one: RankProgress) -> bool:
@@ -171,20 +209,20 @@ def _outcome(alive: Sequence[RankProgress], first: RankProgress, stalled_s: floa
     return "slow" if longest_s and stalled_s > SLOW * longest_s + 2 * PULSE_S else "running"
 
 
-def _judgement(progress: Progress, verdict: Outcome, reason: str, behind: Behind, silent: Sequence[RankProgress]) -> Judgement:
+def _judgement(progress: Progress, verdict: Outcome, reason: str, behind: Behind, silent: AbstractSet[int]) -> Judgement:
     named, suspects = ({one.rank for one in some} for some in (behind.named, behind.suspects))
     stands = verdict in ("hang", "slow")
 
     def state(one: RankProgress) -> State:
         if one.has_finished or (verdict == "ended" and one.is_gone):
             return "ended"
-        if one in silent:
+        if one.rank in silent:
             return "silent"
         return "stuck" if one.rank in named else "suspect" if one.rank in suspects else "waiting" if stands else "running"
 
     ranks = tuple(_rank_state(one, state(one), progress.until_ns) for one in progress.ranks)
     lists = (tuple(sorted(named)), tuple(sorted(suspects)))
-    return Judgement(verdict, reason, *lists, progress.attempt, progress.mesh, progress.until_ns / 1e9, ranks)
+    return Judgement(verdict, reason, *lists, progress.attempt, progress.mesh, progress.until_ns / 1e9, 0.0, ranks)
 
 
 def _rank_state(one: RankProgress, state: State, until_ns: int) -> RankState:

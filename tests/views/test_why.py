@@ -1,8 +1,10 @@
 """Why a run stands still, from written event files: who is named, and when it cannot be told."""
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 
+import pyarrow as pa
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from typer.testing import CliRunner
 from megascale_jax.cli.main import app
 from megascale_jax.cli.why import print_judgement
 from megascale_jax.errors import RunFolderError
+from megascale_jax.observe.event_segments import FACTS, SCHEMA, Facts
 from megascale_jax.observe.events import EVENTS_FOLDER, PULSE_S
 from megascale_jax.observe.marks import SECTIONS
 from megascale_jax.observe.pulse import Passed
@@ -339,8 +342,70 @@ def test_the_cube_fits_a_terminal_and_shows_the_worst(mesh):
     assert len(lines) <= MOST_LINES + 2 and max(map(len, lines)) <= WIDTH + 20
     assert sum(line.count("X") for line in lines[1:-1]) == 1 and lines[-2].endswith("X")
     console = Console(width=120, record=True, file=None, quiet=True)
-    print_judgement(found, console, 2000.0)
+    print_judgement(found, console)
     assert len(console.export_text().splitlines()) <= 40
+
+
+def test_a_run_whose_files_have_not_changed_for_long_is_not_said_to_run(hung):
+    """Its processes died on hosts whose locks are not seen here."""
+    run, stand = hung
+    with ranks_of(run, MESH) as ranks:
+        stand(ranks, {}, until=STEPS + PULSE_S)
+        progress = read_progress(run)
+    fresh, old = (judge(progress, now=progress.until_ns / 1e9 + later) for later in (SILENT_S, 3600.0))
+    assert (fresh.verdict, fresh.age_s) == ("running", pytest.approx(SILENT_S, abs=0.01))
+    assert old.verdict == "unknown" and old.reason.startswith("all ranks are silent since") and old.age_s == pytest.approx(3600.0, abs=0.01)
+    assert {one.state for one in old.ranks} == {"silent"}
+    written = replace(progress, changed_ns=progress.until_ns + int(3600e9))
+    assert judge(written, now=written.changed_ns / 1e9).verdict == "running", "the clock here is ahead, its files are written"
+
+
+def test_a_run_that_compiles_everywhere_may_be_silent_for_long(hung):
+    run, _ = hung
+    with ranks_of(run, MESH) as ranks:
+        for rank in ranks.events:
+            ranks.stand(rank, 1.0, 5.0, "compile", 1)
+        ranks.flush()
+        progress = read_progress(run)
+    assert judge(progress, now=progress.until_ns / 1e9 + 100.0).verdict == "running"
+
+
+@pytest.mark.parametrize("ahead_s", [-45.0, 25.0, 100.0])
+@pytest.mark.parametrize("early", [False, True])
+def test_a_clock_that_is_wrong_makes_nobody_silent(hung, ahead_s, early):
+    """Ranks 0 to 3 and 4 to 7 are hosts of their own; where no step was ended, when they met tells."""
+    run, stand = hung
+    with ranks_of(run, MESH) as ranks:
+        for rank, events in ranks.events.items():
+            events.describe(boot_id=f"host {rank // 4}", host=f"host {rank // 4}")
+            if early:
+                ranks.stand(rank, 1.0, LONG_S, *(("data", 1) if rank == 5 else ("restore", 1)))
+        if not early:
+            stand(ranks, {5: ("data", STEPS + 1, None)})
+        ranks.flush()
+        for path in (run / EVENTS_FOLDER).glob("trainer-*"):
+            if int(path.name.split("-")[1]) >= 4:
+                set_ahead(path, int(ahead_s * 1e9))
+        found = judged(run)
+    assert {one.state for one in found.ranks} == ({"running"} if early else {"waiting", "stuck"}), "none is silent"
+    assert found.named == (() if early else (5,))
+
+
+def set_ahead(path, ahead_ns):
+    """A file as of a host whose wall clock is ahead."""
+    with pa.OSFile(str(path)) as source:
+        reader = pa.ipc.open_stream(source)
+        facts, batches = Facts.model_validate_json(reader.schema.metadata[FACTS]), []
+        with suppress(pa.ArrowInvalid, StopIteration):
+            while True:
+                batches.append(reader.read_next_batch())
+    anchors = tuple((begin_ns, unix_ns + ahead_ns) for begin_ns, unix_ns in facts.anchors)
+    schema = SCHEMA.with_metadata({FACTS: facts.model_copy(update={"anchors": anchors}).model_dump_json().encode()})
+    options = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=True)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema, options=options) as stream:
+        for batch in batches:
+            stream.write_batch(batch.replace_schema_metadata(schema.metadata))
+    path.write_bytes(path.read_bytes()[:-8])  # without the end: its process is there
 
 
 def test_silence_is_longer_than_a_few_pulses():
