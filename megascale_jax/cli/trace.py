@@ -22,39 +22,31 @@ def trace(
     A step without details (train.events.detail_every) is drawn with the sums of its units.
     """
     check_output_path(output, "--output")
-    from megascale_jax.views.ranks import newest_facts, parse_numbers
-    from megascale_jax.views.timeline import read_timeline, steps_of
+    from megascale_jax.views.ranks import parse_numbers
+    from megascale_jax.views.step_processes import find_step
+    from megascale_jax.views.timeline import read_timeline
     from megascale_jax.views.trace import chosen, trace_bytes
 
     wanted, stages = parse_numbers(ranks, "--ranks"), parse_numbers(stage, "--stage")
-    facts = newest_facts(run)
-    mesh = next((fact.mesh for fact in facts.values() if fact.mesh is not None), None)
-    if mesh is None:
-        raise UsageError(f"the events of {run} tell of no devices; expected a run that has begun to train")
-    if unknown := sorted(set(stages or ()) - set(range(mesh[0]))):
-        raise UsageError(f"--stage {unknown[0]}: the run has the stages 0 to {mesh[0] - 1}")
-    if unknown := sorted(set(wanted or ()) - set(facts)):
-        raise UsageError(f"--ranks {unknown[0]}: no events of it; there are those of {len(facts)} ranks, {min(facts)} to {max(facts)}")
-    devices, note = (None, "") if wanted and stages is None else chosen(mesh, stages)
-    read = {rank for rank, fact in facts.items() if (wanted is None or rank in wanted) and _has(fact.devices, devices)}
+    found = find_step(run, step, wanted)
+    if unknown := sorted(set(stages or ()) - set(range(found.mesh[0]))):
+        raise UsageError(f"--stage {unknown[0]}: in step {found.step} the run has the stages 0 to {found.mesh[0] - 1}")
+    devices, note = (None, "") if wanted and stages is None else chosen(found.mesh, stages)
+    read = {rank for rank, fact in found.facts.items() if (wanted is None or rank in wanted) and _has(fact.devices, devices)}
     if not read:
         raise UsageError("none of these ranks has a device of these stages; choose others by --ranks or --stage")
-    if step is None:
-        known, detailed = steps_of(run, {min(read)})
-        if not known:
-            raise UsageError(f"{run} has no events of devices; train.events.stamps has them written")
-        step = detailed[-1] if detailed else known[-1]
-    timeline = read_timeline(run, step, read, devices)
+    timeline = read_timeline(run, found.step, read, devices)
     notes = [note] if note else []
     if not timeline.has_details:
-        _, detailed = steps_of(run, {min(read)})
-        nearest = min(detailed, key=lambda other: abs(other - step), default=None)
+        nearest = min(found.detailed, key=lambda other: abs(other - found.step), default=None)
         hint = "no step has them" if nearest is None else f"the nearest step with them is {nearest}"
-        notes.append(f"step {step} has no details, only the sums of its units, so no phases, arrows or ideal schedule; {hint}")
+        notes.append(f"step {found.step} has no details, only the sums of its units, so no phases, arrows or ideal schedule; {hint}")
     replace_file(output, trace_bytes(timeline, notes, compressed=output.suffix == ".gz"))
     for line in (*timeline.notes, *notes):
         typer.echo(f"note: {printable(line)}")
-    typer.echo(f"step {step} of attempt {timeline.attempt}, {len(timeline.devices)} devices: {output}; open it in https://ui.perfetto.dev")
+    typer.echo(
+        f"step {timeline.step} of attempt {timeline.attempt}, {len(timeline.devices)} devices: {output}; open it in https://ui.perfetto.dev"
+    )
 
 
 def _has(own: tuple[int, ...], devices: list[int] | None) -> bool:

@@ -24,7 +24,7 @@ from megascale_jax.observe.event_segments import Facts
 from megascale_jax.observe.marks import PREPARATION, SECTION_ORDER, SECTIONS, UNTAUGHT_PASSES
 from megascale_jax.observe.pulse import ALIVE, PASSED, Alive, Passed
 from megascale_jax.views.host_clocks import ahead_ns
-from megascale_jax.views.ranks import facts_of, files_of_trainers
+from megascale_jax.views.ranks import facts_of, files_of_trainers, newest_facts
 
 _READERS = 16
 """Threads that read files, most of whose time the interpreter is not needed."""
@@ -114,7 +114,7 @@ class Progress:
 def read_progress(run: Path) -> Progress:
     """How far a run has come. Raises RunFolderError when it has no event of a training process that can be read."""
     files = files_of_trainers(run)
-    known = {process: facts for process, paths in files.items() if (facts := _newest_facts(paths)) is not None}
+    known = {process: facts for process, paths in files.items() if (facts := newest_facts(paths)) is not None}
     if not known:
         raise RunFolderError(f"{run} has no events of a training process that can be read; expected some from its first step on")
     attempt = max(facts.attempt for facts in known.values())
@@ -158,10 +158,6 @@ def _changed_ns(path: Path) -> int:
     with suppress(OSError):
         return path.stat().st_mtime_ns
     return 0
-
-
-def _newest_facts(paths: Sequence[Path]) -> Facts | None:
-    return next((facts for path in reversed(paths) if (facts := facts_of(path)) is not None), None)
 
 
 def _began_ns(facts: Facts) -> int:

@@ -1,6 +1,6 @@
 """Which ranks a run has by its event files, and where in the mesh they are. No JAX."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 
 from megascale_jax.errors import RunFolderError, UsageError
@@ -43,13 +43,6 @@ def facts_of(path: Path) -> Facts | None:
     return None if isinstance(known, str) else known[0]
 
 
-def newest_facts(run: Path) -> Mapping[int, Facts]:
-    """By rank, what the newest readable file of its newest process says. Raises RunFolderError when the run has no events."""
-    newest: dict[int, tuple[tuple[int, int], Facts]] = {}
-    for paths in files_of_trainers(run).values():
-        facts = next((fact for path in reversed(paths) if (fact := facts_of(path)) is not None), None)
-        if facts is not None:
-            at = (facts.attempt, max((unix_ns for _, unix_ns in facts.anchors), default=0))
-            if facts.rank not in newest or at > newest[facts.rank][0]:
-                newest[facts.rank] = (at, facts)
-    return {rank: facts for rank, (_, facts) in newest.items()}
+def newest_facts(paths: Sequence[Path]) -> Facts | None:
+    """What the newest readable one of a process's files says, which are given in their order; ``None`` when none can be read."""
+    return next((facts for path in reversed(paths) if (facts := facts_of(path)) is not None), None)

@@ -16,12 +16,15 @@ import numpy as np
 from megascale_jax.errors import UsageError
 from megascale_jax.observe.event_segments import Facts
 from megascale_jax.observe.event_store import EventStore, read_events
-from megascale_jax.observe.offsets import offsets
+from megascale_jax.observe.offsets import FEWEST, offsets
 from megascale_jax.parallel.pipeline.schedule import Schedule
 from megascale_jax.parallel.pipeline.stamps import STEP_NAMES, STEP_SPAN, Pass, pass_of
+from megascale_jax.views.step_processes import SPANS
 
 UNIT_PASSES: tuple[Pass, ...] = ("forward", "backward", "weight")
 """Passes of which a stage computes one unit a tick."""
+UNIT_LANES: tuple[Pass, ...] = (*UNIT_PASSES, "head")
+"""Passes whose units are drawn; of the head, which all stages share, one micro-batch a tick."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Device:
     @cached_property
     def units(self) -> Mapping[Pass, tuple[Row, ...]]:
         """By pass, one row a tick from the begin of its first to the end of its last computing phase; micro-batch -1: on nothing."""
-        found: dict[Pass, dict[int, list[Row]]] = {of: {} for of in UNIT_PASSES}
+        found: dict[Pass, dict[int, list[Row]]] = {of: {} for of in UNIT_LANES}
         for row in self.phases:
             if row.lane == "compute" and row.of in found:
                 found[row.of].setdefault(row.tick, []).append(row)
@@ -121,43 +124,45 @@ class Timeline:
         return Schedule(pipe, chunks, micro_batches, 1 if delay else 0) if delay in (0, 1) else None
 
 
-_SPANS = "role = 'trainer' and device >= 0 and step >= 0 and not is_instant"
-"""What devices did: pulses of a hang are no step."""
-
-
-def steps_of(run: Path, ranks: Collection[int]) -> tuple[list[int], list[int]]:
-    """Steps of which these ranks' devices have events, and those with details, in order. Raises RunFolderError without events."""
-    with read_events(run, ranks=ranks) as store:
-        found = store.sql(f"select step, bool_or(tick >= 0) as has_details from events where {_SPANS} group by step").to_pylist()
-    return sorted(row["step"] for row in found), sorted(row["step"] for row in found if row["has_details"])
-
-
 def read_timeline(run: Path, step: int, ranks: Collection[int] | None = None, devices: Collection[int] | None = None) -> Timeline:
     """A step of a run, of some ranks and devices only if given.
 
-    Raises RunFolderError when the run has no events, and UsageError when there are none of that step.
+    Raises RunFolderError when the run has no events, and UsageError when there are none of that step and these devices, or more than
+    `MOST_ROWS`.
     """
     with read_events(run, ranks=ranks, steps=range(step - _AROUND, step + _AROUND + 1)) as store:
-        facts = {file.process: file.facts for file in store.files if file.facts is not None}
-        attempt = store.sql(f"select max(attempt) as newest from events where {_SPANS} and step = {step}")
+        segments = sorted((file.facts for file in store.files if file.facts is not None), key=lambda facts: facts.segment)
+        names = {id(file.facts): file.process for file in store.files}
+        facts = {names[id(one)]: one for one in segments}
+        attempt = store.sql(f"select max(attempt) as newest from events where {SPANS} and step = {step}")
         number = attempt.to_pylist()[0]["newest"]
         if number is None:
-            known, _ = steps_of(run, ranks or {min((fact.rank for fact in facts.values()), default=0)})
-            where = f"there are steps {known[0]} to {known[-1]}" if known else "there are none of any step: is train.events.stamps on?"
-            raise UsageError(f"{run} has no events of devices in step {step}; {where}")
-        where = f"attempt = {number} and role in ('trainer', 'keeper') and step = {step}"
-        found = store.sql(f"select {', '.join(_COLUMNS)} from events where {where} order by unix_ns").to_pylist()
-        later_ns, spread_ns = _clocks(store, facts, found)
-        notes = [*store.notes, f"clocks of hosts are aligned to within {spread_ns / 1e3:.0f} us"] if spread_ns else store.notes
-    mesh = next((fact.mesh for fact in facts.values() if fact.mesh is not None and fact.attempt == number), None)
+            raise UsageError(f"{run} has no events of devices in step {step} of these ranks")
+        drawn = "" if devices is None else f" and (device < 0 or device in ({', '.join(map(str, [-1, *devices]))}))"
+        where = f"attempt = {number} and role in ('trainer', 'keeper') and step = {step}{drawn}"
+        if (count := store.sql(f"select count(*) as number from events where {where}").to_pylist()[0]["number"]) > MOST_ROWS:
+            raise UsageError(
+                f"step {step} has {count:,} events of these devices; a trace holds at most {MOST_ROWS:,}: choose by --ranks or --stage"
+            )
+        found = _of_newest_processes(store.sql(f"select {', '.join(_COLUMNS)} from events where {where} order by unix_ns").to_pylist())
+        later_ns, clock_notes = _clocks(store, facts, found)
+        notes = [*store.notes, *clock_notes]
+    newest = max(((row["unix_ns"], row["process"]) for row in found if row["device"] >= 0 and not row["is_instant"]), default=None)
+    if newest is None:
+        raise UsageError(f"no chosen device has events of step {step} in attempt {number}, the newest one; choose others or another step")
+    mesh = facts[newest[1]].mesh
     if mesh is None:
         raise UsageError(f"the events of step {step} do not say of which mesh they are: their files are damaged")
+    other = {process for process in {row["process"] for row in found} if facts[process].mesh not in (mesh, None)}
+    if other:
+        notes.append(f"{len(other)} older processes had step {step} with another mesh and are not drawn")
+    owners = {row["device"]: row["process"] for row in found if row["process"] not in other}  # in the order of time: the newest
     shown: list[Device] = []
     hosts: dict[int, Host] = {}
-    for (device, process), rows in sorted(_by_device(_of_newest_processes(found)).items()):
-        if device >= 0 and (devices is None or device in devices):
+    for (device, process), rows in sorted(_by_device(found).items()):
+        if 0 <= device < np.prod(mesh) and owners.get(device) == process:
             shown.append(_device(device, mesh, facts[process], rows, later_ns.get(process, 0)))
-        elif device < 0:
+        elif device < 0 and process not in other:
             rank, before = facts[process].rank, hosts.get(facts[process].rank)
             more = () if before is None else before.rows
             hosts[rank] = Host(rank, facts[process].host, more + tuple(_row(row, later_ns.get(process, 0)) for row in rows))
@@ -169,30 +174,47 @@ _COLUMNS = ("name", "lane", *_NUMBERS, "is_instant", "text", "process", "role", 
 Found = Mapping[str, Any]
 _AROUND = 8
 """Steps before and after, by which clocks are compared."""
+MOST_ROWS = 3_000_000
+"""Of a step: a trace of 600 MB; 64 devices of a 175 B model have a fifth of it."""
 
 
-def _clocks(store: EventStore, facts: Mapping[str, Facts], rows: Sequence[Found]) -> tuple[Mapping[str, int], float]:
-    """By process how much later its host's clock is than that of the lowest rank's host, ns, and how well that is known.
+def _clocks(store: EventStore, facts: Mapping[str, Facts], rows: Sequence[Found]) -> tuple[Mapping[str, int], list[str]]:
+    """By process how much later its host's clock is than that of the lowest rank's host, ns, and what to say of it.
 
     It is taken at the process's first row of the step: clocks do not drift by a microsecond within one.
     """
     first: dict[str, Found] = {}
     for row in rows:
         first.setdefault(row["process"], row)
-    lowest = sorted((facts[process].rank, process) for process in first if process in facts and facts[process].role == "trainer")
+    lowest = sorted((facts[process].rank, process) for process in first if facts[process].role == "trainer")
+    hosts = {facts[process].boot_id: facts[process].host for _, process in reversed(lowest)}
+    if len(hosts) < 2:
+        return {}, []
     known = offsets(store)
-    if not lowest or lowest[0][1] not in known:
-        return {}, 0.0
-    reference = first[lowest[0][1]]
-    to_unix_ns = reference["unix_ns"] - reference["begin_ns"]
-    by_boot: dict[str, tuple[int, float]] = {facts[lowest[0][1]].boot_id: (0, 0.0)}
-    for _, process in lowest:
+    base = lowest[0][1]
+    by_boot: dict[str, tuple[int, float | None]] = {facts[base].boot_id: (0, 0.0)}
+    to_unix_ns = first[base]["unix_ns"] - first[base]["begin_ns"]
+    for _, process in lowest if base in known else ():
         if facts[process].boot_id not in by_boot and process in known:
             row, offset = first[process], known[process]
             mapped_ns = int(offset.to_reference(np.array([row["begin_ns"]]))[0]) + to_unix_ns
-            by_boot[facts[process].boot_id] = (row["unix_ns"] - mapped_ns, offset.uncertainty_ns or 0.0)
-    later_ns = {process: by_boot[facts[process].boot_id][0] for process in first if process in facts and facts[process].boot_id in by_boot}
-    return later_ns, max(spread for _, spread in by_boot.values())
+            by_boot[facts[process].boot_id] = (row["unix_ns"] - mapped_ns, offset.uncertainty_ns)
+    later_ns = {process: by_boot[facts[process].boot_id][0] for process in first if facts[process].boot_id in by_boot}
+    return later_ns, _clock_notes(hosts, {boot: spread_ns for boot, (_, spread_ns) in by_boot.items()})
+
+
+def _clock_notes(hosts: Mapping[str, str], spread_ns: Mapping[str, float | None]) -> list[str]:
+    """``hosts``: all by boot; ``spread_ns``: of those that are aligned."""
+    notes: list[str] = []
+    if apart := [hosts[boot] for boot in hosts if boot not in spread_ns]:
+        more = f" and {len(apart) - 1} more hosts" if len(apart) > 1 else ""
+        notes.append(f"the clock of {apart[0]}{more} is not aligned with the others': no step around ended on both; its own time is drawn")
+    stated = [spread for spread in spread_ns.values() if spread is not None]
+    if len(stated) < len(spread_ns):
+        notes.append(f"how well the clocks of hosts are aligned is not known: fewer than {FEWEST} steps around ended on both")
+    elif len(spread_ns) > 1:
+        notes.append(f"clocks of hosts are aligned to within {max(stated) / 1e3:.0f} us")
+    return notes
 
 
 def _of_newest_processes(rows: Sequence[Found]) -> list[Found]:

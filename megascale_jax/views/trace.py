@@ -21,12 +21,11 @@ from megascale_jax.parallel.pipeline.schedule import Schedule
 from megascale_jax.parallel.pipeline.stamps import IDLE, Pass
 from megascale_jax.views.ideal import ideal_units
 from megascale_jax.views.schedule import unit_label
-from megascale_jax.views.timeline import UNIT_PASSES, Device, Row, Timeline
+from megascale_jax.views.timeline import UNIT_LANES, Device, Row, Timeline
 
 MOST_DEVICES = 64
 """Drawn when nobody chooses; of a larger mesh those with data and tensor coordinate 0, a whole pipeline."""
-_UNIT_LANES: tuple[Pass, ...] = (*UNIT_PASSES, "head")
-_LANES = {**{of: f"{of} units" for of in _UNIT_LANES}, **{lane: lane for lane in ("compute", "tensor", "pipe", "data")}}
+_LANES = {**{of: f"{of} units" for of in UNIT_LANES}, **{lane: lane for lane in ("compute", "tensor", "pipe", "data")}}
 """Lanes of a device from top to bottom, and what readers call them."""
 _MESSAGES: Mapping[str, tuple[Pass, int, int]] = {
     "P.send_y": ("forward", 0, 1),
@@ -78,7 +77,7 @@ def trace_bytes(timeline: Timeline, notes: Sequence[str] = (), *, compressed: bo
 
 def trace_events(timeline: Timeline) -> Iterator[TraceEvent]:
     """Events of the trace; their times are microseconds since the first of all."""
-    begin_ns = min(row.begin_ns for row in _all_rows(timeline))
+    begin_ns = min((row.begin_ns for row in _all_rows(timeline)), default=0)
     draw = _Drawing(begin_ns)
     schedule = timeline.schedule
     if schedule is not None:
@@ -136,8 +135,13 @@ def _with_compute(phases: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
 
 
 def _draw_ideal(draw: "_Drawing", timeline: Timeline, schedule: Schedule) -> None:
-    """The ideal schedule of every stage that is drawn, from the time on at which the first of all devices began to compute."""
-    begin_ns = min(row.begin_ns for device in timeline.devices for row in device.units["forward"])
+    """The ideal schedule of every stage that is drawn, from the time on at which the first of all devices began to compute.
+
+    Files that lost the forward passes have none.
+    """
+    begin_ns = min((row.begin_ns for device in timeline.devices for row in device.units["forward"]), default=None)
+    if begin_ns is None:
+        return
     units = ideal_units(schedule, median_units_ns(timeline))
     shown = {device.stage for device in timeline.devices}
     for stage in sorted(shown):
@@ -177,7 +181,7 @@ def _draw_device(draw: "_Drawing", device: Device) -> None:
         return
     waits = {f"{row.name}, {row.lane}": f"{row.duration_ns / 1e6:.3f} ms" for row in device.sums if row.micro_batch < 0}
     for row in device.sums:
-        if row.micro_batch >= 0 and row.name in _UNIT_LANES:
+        if row.micro_batch >= 0 and row.name in UNIT_LANES:
             draw.unit(pid, row.name, row)
     if device.step is not None:
         draw.row(pid, "compute", device.step.name, device.step, waits)

@@ -3,9 +3,12 @@
 import gzip
 import json
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,8 +18,10 @@ from megascale_jax.cli.main import app
 from megascale_jax.errors import UsageError
 from megascale_jax.observe.events import EVENTS_FOLDER, Events
 from megascale_jax.parallel.pipeline.schedule import Schedule
+from megascale_jax.views import timeline as timeline_module
 from megascale_jax.views.ideal import ideal_units
-from megascale_jax.views.timeline import read_timeline, steps_of
+from megascale_jax.views.step_processes import find_step
+from megascale_jax.views.timeline import read_timeline
 from megascale_jax.views.trace import MOST_DEVICES, arrows, chosen, median_units_ns, trace_bytes, trace_events
 from tests.views.fake_steps import stamps_of, write_steps
 from tests.views.real_steps import train_steps
@@ -30,6 +35,9 @@ def scheduled(schedule, stage, of):
     if of == "weight":
         numbers = [(tick, number) for tick in range(schedule.length) if (number := schedule.weight_unit(tick)) is not None]
         return [(tick, schedule.decode(number)[0], schedule.virtual_stages - 1 - schedule.decode(number)[1]) for tick, number in numbers]
+    if of == "head":
+        numbers = [(tick, schedule.at_head(tick)) for tick in range(schedule.length)]
+        return [(tick, number, schedule.virtual_stages - 1) for tick, number in numbers if number is not None]
     unit_at = schedule.forward if of == "forward" else schedule.backward
     return [(tick, unit.micro_batch, unit.chunk) for tick in range(schedule.ticks) if (unit := unit_at(tick, stage))]
 
@@ -42,13 +50,16 @@ def drawn(trace, pid, of):
     return [(event["args"]["tick"], event["args"]["micro_batch"], event["args"]["chunk"]) for event in rows]
 
 
-def check_order(trace, schedule, mesh):
-    """Units of all devices, and of the ideal, in the order of the schedule's table."""
+def check_order(trace, schedule, mesh, light_head):
+    """Units of all devices, and of the ideal, in the order of the schedule's table. A light head beside weight gradients has no phases."""
     for device in range(int(np.prod(mesh))):
         stage = device // (mesh[1] * mesh[2])
-        for of in ("forward", "backward", "weight"):
-            assert drawn(trace, device + 1, of) == scheduled(schedule, stage, of), f"device {device}, {of}"
-            assert drawn(trace, 1_000_000 + stage, of) == scheduled(schedule, stage, of), f"ideal of stage {stage}, {of}"
+        for of in ("forward", "backward", "weight", "head"):
+            is_glue = of == "head" and light_head
+            own = [unit for unit in scheduled(schedule, stage, of) if not is_glue or schedule.weight_unit(unit[0]) is None]
+            assert drawn(trace, device + 1, of) == own, f"device {device}, {of}"
+            ideal = scheduled(schedule, stage, of) if own else []  # what no device was seen to compute takes no time
+            assert drawn(trace, 1_000_000 + stage, of) == ideal, f"ideal of stage {stage}, {of}"
 
 
 def check_lanes(trace):
@@ -81,7 +92,7 @@ def test_the_order_of_a_trace_is_that_of_the_schedule(grid, tmp_path):
     timeline = read_timeline(tmp_path / "run", 3)
     assert timeline.schedule == schedule
     trace = json.loads(trace_bytes(timeline))["traceEvents"]
-    check_order(trace, schedule, mesh)
+    check_order(trace, schedule, mesh, light_head=True)
     check_lanes(trace)
     messages = schedule.pipe > 1 and 2 * (schedule.units * schedule.pipe - schedule.micro_batches)
     found = [(arrow.name, arrow.sender.number, arrow.used.micro_batch, arrow.used.chunk) for arrow in arrows(timeline, schedule)]
@@ -107,7 +118,7 @@ def test_a_real_step_is_drawn_as_scheduled(tmp_path):
         timeline = read_timeline(tmp_path / "run", step)
         assert timeline.schedule == schedule and timeline.mesh == mesh and not timeline.notes
         trace = list(trace_events(timeline))
-        check_order(trace, schedule, mesh)
+        check_order(trace, schedule, mesh, light_head=False)
         check_lanes(trace)
         sent = list(arrows(timeline, schedule))
         assert len(sent) > 0
@@ -169,7 +180,7 @@ def test_a_step_without_details_has_its_sums_and_says_where_details_are(tmp_path
     run, out = tmp_path / "run", tmp_path / "trace.json"
     schedule = Schedule(2, 1, 2, 1)
     write_steps(run, stamps_of(schedule), (2, 1, 2), range(1, 7), detail_every=4, ranks=2)
-    assert steps_of(run, {1}) == ([1, 2, 3, 4, 5, 6], [4])
+    assert find_step(run).step == 4 and find_step(run, 6, {1}).detailed == (4,)
     done = CliRunner().invoke(app, ["trace", str(run), "--step", "6", "--output", str(out)])
     assert done.exit_code == 0 and "step 6 has no details" in done.output and "the nearest step with them is 4" in done.output
     trace = json.loads(out.read_bytes())["traceEvents"]
@@ -199,7 +210,7 @@ def test_the_newest_step_with_details_is_drawn_and_gzipped_unless_another_is_ask
     ("options", "words"),
     [
         (["--step", "9"], "there are steps 1 to 2"),
-        (["--stage", "2"], "the run has the stages 0 to 1"),
+        (["--stage", "2"], "in step 2 the run has the stages 0 to 1"),
         (["--ranks", "7"], "no events of it"),
         (["--ranks", "x"], "expected numbers and ranges"),
         (["--ranks", "1", "--stage", "0"], "none of these ranks"),
@@ -249,3 +260,54 @@ def test_hosts_are_drawn_by_one_clock(tmp_path):
     lasted = [device.step.end_ns for device in timeline.devices]
     assert abs(lasted[1] - lasted[0]) < 10**8, "durations are random, so ends are within those of a step"
     assert any("clocks of hosts are aligned" in note for note in timeline.notes)
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_a_step_is_drawn_with_the_mesh_that_it_had(tmp_path, attempt):
+    """Also where the run was started again without a driver, so that all is one attempt."""
+    run, out = tmp_path / "run", tmp_path / "out.json"
+    write_steps(run, stamps_of(Schedule(4, 1, 4, 1)), (4, 1, 1), [1, 2], ranks=2)
+    write_steps(run, stamps_of(Schedule(2, 1, 2, 1), tensor=1), (2, 1, 1), [2, 3], ranks=2, attempt=attempt, hosts=(("here", 10**12),) * 2)
+    for step, mesh in ((1, (4, 1, 1)), (2, (2, 1, 1)), (3, (2, 1, 1))):
+        done = CliRunner().invoke(app, ["trace", str(run), "--step", str(step), "--output", str(out)])
+        assert done.exit_code == 0 and f"{mesh[0]} devices" in done.output, done.output
+        timeline = read_timeline(run, step)
+        assert timeline.mesh == mesh and [device.place for device in timeline.devices] == [(stage, 0, 0) for stage in range(mesh[0])]
+    for stage in range(4):
+        done = CliRunner().invoke(app, ["trace", str(run), "--step", "1", "--stage", str(stage), "--output", str(out)])
+        assert done.exit_code == 0 and "1 devices" in done.output, done.output
+    refused = CliRunner().invoke(app, ["trace", str(run), "--step", "3", "--stage", "3", "--output", str(out)])
+    assert isinstance(refused.exception, UsageError) and "stages 0 to 1" in str(refused.exception)
+
+
+def test_only_what_is_drawn_is_read_and_not_too_much(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    write_steps(run, stamps_of(Schedule(2, 1, 2, 1)), (2, 1, 2), [1], ranks=1)
+    read: list[int] = []
+    by_device = timeline_module._by_device
+    monkeypatch.setattr(timeline_module, "_by_device", lambda rows: read.extend(row["device"] for row in rows) or by_device(rows))
+    assert [device.number for device in read_timeline(run, 1, devices=[2]).devices] == [2] and set(read) == {-1, 2}
+    with pytest.raises(UsageError, match="no chosen device"):
+        read_timeline(run, 1, devices=[7])
+    monkeypatch.setattr(timeline_module, "MOST_ROWS", 100)
+    with pytest.raises(UsageError, match=r"at most 100: choose by --ranks or --stage"):
+        read_timeline(run, 1)
+
+
+def test_what_is_not_known_of_clocks_is_said(tmp_path):
+    stamps, hosts = stamps_of(Schedule(2, 1, 2, 1)), (("here", 0), ("there", 3 * 10**9))
+    write_steps(tmp_path / "few", stamps, (2, 1, 1), [1, 2], ranks=2, hosts=hosts)
+    assert any("is not known: fewer than 3 steps" in note for note in read_timeline(tmp_path / "few", 1).notes)
+    timeline = SimpleNamespace(sql=lambda _: pa.table({}), files=())
+    facts = {f"p{rank}": SimpleNamespace(rank=rank, role="trainer", boot_id=name, host=name) for rank, (name, _) in enumerate(hosts)}
+    rows = [{"process": process, "unix_ns": 1, "begin_ns": 1} for process in facts]
+    later_ns, notes = timeline_module._clocks(timeline, facts, rows)
+    assert set(later_ns) == {"p0"} and len(notes) == 1 and "the clock of there is not aligned" in notes[0]
+
+
+def test_files_that_lost_a_pass_have_no_ideal(tmp_path):
+    write_steps(tmp_path / "run", stamps_of(Schedule(2, 1, 2, 1)), (2, 1, 1), [1])
+    whole = read_timeline(tmp_path / "run", 1)
+    devices = tuple(replace(one, phases=tuple(row for row in one.phases if row.of != "forward")) for one in whole.devices)
+    assert not [event for event in trace_events(replace(whole, devices=devices)) if event["pid"] in (1_000_000, 1_000_001)]
+    assert list(trace_events(replace(whole, devices=(), hosts=()))) == []
