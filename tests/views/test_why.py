@@ -15,11 +15,11 @@ from megascale_jax.cli.main import app
 from megascale_jax.cli.why import print_judgement
 from megascale_jax.errors import RunFolderError
 from megascale_jax.observe.event_segments import FACTS, SCHEMA, Facts
-from megascale_jax.observe.events import EVENTS_FOLDER, PULSE_S
+from megascale_jax.observe.events import ANCHOR, EVENTS_FOLDER, PULSE_S
 from megascale_jax.observe.marks import SECTIONS
 from megascale_jax.observe.pulse import Passed
 from megascale_jax.views.cube import MOST_LINES, WIDTH, cube
-from megascale_jax.views.progress import DevicePosition, Progress, RankProgress, read_progress
+from megascale_jax.views.progress import SKEW_S, DevicePosition, Progress, RankProgress, read_progress
 from megascale_jax.views.why import SILENT_S, first_behind, judge
 from tests.views.fake_ranks import STAMPS, ranks_of
 
@@ -391,6 +391,21 @@ def test_a_clock_that_is_wrong_makes_nobody_silent(hung, ahead_s, early):
     assert found.named == (() if early else (5,))
 
 
+@pytest.mark.parametrize(("behind_s", "counts"), [(25.0, True), (SKEW_S + 60.0, False)])
+def test_a_rank_that_has_just_begun_by_a_slow_clock_counts(hung, behind_s, counts):
+    """But not one of a start before."""
+    run, _ = hung
+    with ranks_of(run, MESH) as ranks:
+        for rank, events in ranks.events.items():
+            events.describe(boot_id=f"host {rank}", host=f"host {rank}")
+            ranks.stand(rank, 0.0, 5.0, "data", 1)
+        ranks.flush()
+        (path,) = (run / EVENTS_FOLDER).glob("trainer-00003-*")
+        set_ahead(path, -int(behind_s * 1e9))
+        found = judged(run)
+    assert {one.rank for one in found.ranks if one.last_seen is None} == (set() if counts else {3})
+
+
 def set_ahead(path, ahead_ns):
     """A file as of a host whose wall clock is ahead."""
     with pa.OSFile(str(path)) as source:
@@ -404,7 +419,10 @@ def set_ahead(path, ahead_ns):
     options = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=True)
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema, options=options) as stream:
         for batch in batches:
-            stream.write_batch(batch.replace_schema_metadata(schema.metadata))
+            pairs = zip(batch.column("name").to_pylist(), batch.column("text").to_pylist(), strict=True)
+            texts = pa.array([str(int(text) + ahead_ns) if name == ANCHOR else text for name, text in pairs], pa.string())
+            number = schema.get_field_index("text")
+            stream.write_batch(pa.record_batch([*batch.columns[:number], texts], schema=schema))
     path.write_bytes(path.read_bytes()[:-8])  # without the end: its process is there
 
 
