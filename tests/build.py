@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from megascale_jax.config.schema import (
+    EventsConfig,
     Experiment,
     ModelConfig,
     OptimizerConfig,
@@ -32,12 +33,13 @@ MODEL: dict[str, Any] = {
 def experiment(
     data: int = 1, tensor: int = 1, *, train: dict[str, Any] | None = None, parallel: dict[str, Any] | None = None, **model: Any
 ) -> Experiment:
-    """A tiny experiment, fp32; three micro-batches unless ``parallel`` says otherwise."""
+    """A tiny experiment, fp32, without stamps, which cost time to compile; three micro-batches unless ``parallel`` says otherwise."""
     settings: dict[str, Any] = {
         "steps": 10,
         "global_batch_size": 24,
         "compute_dtype": "float32",
         "digest_every": None,
+        "events": EventsConfig(stamps=False),
         "optimizer": OptimizerConfig(learning_rate=1e-2),
         "schedule": ScheduleConfig(name="constant"),
     }

@@ -86,7 +86,7 @@ class PoisonedExecutor:
     """Adds an infinity to one element of one rank's gradient; the loss stays finite."""
 
     def __init__(self, executor, rank):
-        self.executor, self.rank = executor, rank
+        self.executor, self.rank, self.clock = executor, rank, executor.clock
 
     def loss_and_gradients(self, *arguments):
         loss, gradients = self.executor.loss_and_gradients(*arguments)
