@@ -17,6 +17,16 @@ from megascale_jax.config.schema import (
 )
 from megascale_jax.parallel.plan import Plan, make_plan
 
+TINY = [
+    "model.num_layers=2",
+    "model.hidden_size=16",
+    "model.num_heads=2",
+    "model.mlp_size=32",
+    "model.window=8",
+    "model.sequence_length=32",
+]
+"""Overrides of the quickstart that make it small enough to be run in a test."""
+
 MODEL: dict[str, Any] = {
     "num_layers": 4,
     "hidden_size": 34,

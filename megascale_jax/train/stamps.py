@@ -36,6 +36,9 @@ class StampEvents:
         self._stamps = plan.executor.stamps(plan.experiment.num_micro_batches)
         own = {device: place for place, device in np.ndenumerate(plan.mesh.devices) if device.process_index == jax.process_index()}
         self._places = {device: (int(np.ravel_multi_index(place, plan.mesh.devices.shape)), place[0]) for device, place in own.items()}
+        self._reduced = self._stamps.end[self._stamps.name == self._stamps.names.index(STEP_NAMES[2])].item()
+        """Number of the stamp behind the reduction that all devices leave together."""
+        self._ticks = np.array([_shown_tick(int(tick)) for tick in self._stamps.tick], np.int32)
         self._sums = cache(lambda stage: _Sums.of(self._stamps, stage))
         self._units = cache(self._stamps.units)
         self._offsets_ns = dict.fromkeys(self._places, 0)
@@ -107,11 +110,9 @@ class StampEvents:
             chunk=sums.chunk,
         )
         self._events.record(STEP_SPAN, int(ns_n[0]), int(ns_n[-1] - ns_n[0]), lane="compute", device=device, step=step)
-        norm = int(np.flatnonzero(table.name == table.names.index(STEP_NAMES[2]))[0])
-        self._events.instant(STEP_END, begin_ns=int(ns_n[table.end[norm]]), lane="compute", device=device, step=step)
+        self._events.instant(STEP_END, begin_ns=int(ns_n[self._reduced]), lane="compute", device=device, step=step)
         if step % self._detail_every == 0:
             micro_batch, chunk = self._units(stage)
-            ticks = np.array([_shown_tick(int(tick)) for tick in table.tick], np.int32)
             self._events.many(
                 name=(table.name, table.names),
                 lane=(table.lane, table.lanes),
@@ -119,7 +120,7 @@ class StampEvents:
                 duration_ns=lasted_ns,
                 device=device,
                 step=step,
-                tick=ticks,
+                tick=self._ticks,
                 microbatch=micro_batch,
                 chunk=chunk,
             )

@@ -7,14 +7,10 @@ import jax
 import pytest
 
 from megascale_jax.cli.main import main
+from tests.build import TINY
 
 SMALL = [
-    "model.num_layers=2",
-    "model.hidden_size=16",
-    "model.num_heads=2",
-    "model.mlp_size=32",
-    "model.window=8",
-    "model.sequence_length=32",
+    *TINY,
     "train.schedule.warmup_steps=2",
     "train.evaluation.every=null",
     "train.checkpoint.every=null",

@@ -16,6 +16,7 @@ from megascale_jax.observe.metrics import read_metrics
 from megascale_jax.observe.summary import read_summary
 from megascale_jax.train.folder import RunFolder
 from megascale_jax.train.loop import Trainer
+from tests.build import TINY
 from tests.train.test_loop import StopAt
 
 ROOT = Path(__file__).parents[2]
@@ -24,12 +25,7 @@ VANISH_LIMIT_S = 10
 STEPS = 10
 OVERRIDES = [
     "parallel.tensor=1",
-    "model.num_layers=2",
-    "model.hidden_size=16",
-    "model.num_heads=2",
-    "model.mlp_size=32",
-    "model.window=8",
-    "model.sequence_length=32",
+    *TINY,
     f"train.steps={STEPS}",
     "train.schedule.warmup_steps=2",
     "train.evaluation.every=null",

@@ -15,6 +15,7 @@ from megascale_jax.errors import RunFolderError
 from megascale_jax.observe.marks import SECTIONS
 from megascale_jax.views.progress import read_progress
 from megascale_jax.views.why import judge
+from tests.build import TINY
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 300
@@ -32,12 +33,7 @@ from megascale_jax.cli.main import main
 main()
 """
 OVERRIDES = [
-    "model.num_layers=2",
-    "model.hidden_size=16",
-    "model.num_heads=2",
-    "model.mlp_size=32",
-    "model.window=8",
-    "model.sequence_length=32",
+    *TINY,
     "train.steps=100000",
     "train.evaluation.every=null",
     "train.checkpoint.every=100000",

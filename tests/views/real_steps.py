@@ -11,11 +11,9 @@ from megascale_jax.parallel.plan import make_plan
 from megascale_jax.train.stamps import StampEvents
 from megascale_jax.train.state import initial_state
 from megascale_jax.train.step import make_steps, place_batch, place_vote
+from tests.build import TINY
 
-SMALL = [
-    *("model.num_layers=4", "model.hidden_size=16", "model.num_heads=2", "model.mlp_size=32", "model.window=8"),
-    *("model.sequence_length=32", "train.events.stamps=true"),
-]
+SMALL = [*TINY, "model.num_layers=4", "train.events.stamps=true"]
 
 
 def train_steps(run, steps, **parallel):

@@ -35,31 +35,26 @@ def run_phases(
     token = jnp.float32(0)
 
     def reachable(value: str) -> bool:
-        if value in known:
-            return True
-        return value not in heavy and all(map(reachable, writers[value].reads))
+        return value in known or (value not in heavy and all(map(reachable, writers[value].reads)))
 
     def leaves(operation: Operation) -> set[str]:
         """Known values that an operation reads, or glue in front of it."""
         missing = [name for name in operation.reads if name not in known]
         return {name for name in operation.reads if name in known}.union(*(leaves(writers[name]) for name in missing))
 
-    def value_of(name: str) -> Any:
-        if name not in known:
-            run(writers[name])
-        return known[name]
-
     def run(operation: Operation) -> None:
+        for name in operation.reads:
+            if name not in known:
+                run(writers[name])
         with jax.named_scope(operation.name):
-            results = execute(operation, tuple(value_of(name) for name in operation.reads))
+            results = execute(operation, tuple(known[name] for name in operation.reads))
         known.update(zip(operation.writes, results, strict=True))
 
     def run_glue(glue: Iterable[Operation]) -> None:
         """Behind the last stamp: it would be counted as waiting otherwise."""
         glue = list(glue)
         if stamps.clock is not None:
-            read = {name: known[name] for name in sorted(set().union(*map(leaves, glue)))}
-            known.update(stamps.tie(read))
+            known.update(stamps.tie({name: known[name] for name in sorted(set().union(*map(leaves, glue)))}))
         for operation in glue:
             if any(name not in known for name in operation.writes) or not operation.writes:
                 run(operation)

@@ -150,20 +150,11 @@ class Pipeline:
                     carry["held"], state = windows.close(run.kind, make(rows[-1], carry["held"]), state, moved)
             return (carry, state), taken
 
-        def repetition(loop: Loop, both: tuple[Carry, State], rows: jax.Array) -> tuple[tuple[Carry, State], list[jax.Array | None]]:
-            start, taken = 0, []
-            for run in loop.runs:
-                own = rows[start : start + run.ticks].reshape(run.repeats, run.length, -1)
-                both, stamped = window(run, both, own[0]) if run.repeats == 1 else jax.lax.scan(partial(window, run), both, own)
-                taken.append(stamped)
-                start += run.ticks
-            return both, taken
-
         both = (carry, state)
         for loop in training_loops(schedule):
             if "late_half" in both[0] and not self.shape.in_halves(loop.runs[0].kind):
                 both = self._settled(Tick(chunks, constants(both[1]), rows[loop.start + 1], both[0]["held"]), both[0], stamps), both[1]
-            both, taken = _repeat(partial(repetition, loop), both, loop, rows)
+            both, taken = _repeat(partial(_run_by_run, window, loop), both, loop, rows)
             for stamped in taken:
                 stamps.append(stamped, both[0]["clock"])
         carry, state = both
@@ -269,6 +260,17 @@ class Pipeline:
 def _half_values(carry: Carry) -> dict[str, jax.Array]:
     late = {f"late.{name}": value for name, value in carry["late_half"].items()}
     return late | {"a0.x": carry["x"], "a0.N": carry["N"], "last.y_a": carry["last"], "wait.x": carry["wait"]}
+
+
+def _run_by_run(body: Callable[[Run, Any, jax.Array], tuple[Any, Any]], loop: Loop, carry: Any, rows: jax.Array) -> tuple[Any, list[Any]]:
+    """One repetition of a loop: the carry, and what each of its runs gave, stacked if that is repeated."""
+    start, given = 0, []
+    for run in loop.runs:
+        own = rows[start : start + run.ticks].reshape(run.repeats, run.length, -1)
+        carry, one = body(run, carry, own[0]) if run.repeats == 1 else jax.lax.scan(partial(body, run), carry, own)
+        given.append(one)
+        start += run.ticks
+    return carry, given
 
 
 def _repeat(body: Callable[[Any, jax.Array], tuple[Any, Any]], carry: Any, loop: Loop, rows: jax.Array) -> tuple[Any, Any]:
