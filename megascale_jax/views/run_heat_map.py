@@ -45,7 +45,7 @@ def plot_run(times: StepTimes, slow: SlowDevices, name: str, path: Path) -> None
         for edge in range(1, mesh.data if mesh.tensor > 1 and mesh.data <= _MOST_LINES else 1):
             axes.axhline(edge * mesh.tensor - 0.5, color="white", linewidth=2)
         if column == 0:
-            axes.set_ylabel(f"data x {mesh.tensor} tensor", color=TEXT)
+            axes.set_ylabel(f"{mesh.tensor} · data + tensor" if mesh.tensor > 1 else "data", color=TEXT)
         _ring(axes, [(one.pipe, one.data * mesh.tensor + one.tensor) for one in slow.devices if one.optype == optype])
     bar = figure.colorbar(image, ax=figure.axes, extend="both", shrink=0.6)
     bar.set_label("computes longer than its peers of the same stage", fontsize=11, color=MUTED)
