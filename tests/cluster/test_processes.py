@@ -205,7 +205,7 @@ def test_processes_die_with_the_one_that_started_them(tmp_path):
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as executor:
         pid = int(executor.stdout.readline())
-        until(lambda: "sleep" in psutil.Process(pid).cmdline()[-1] and "die_with_parent" not in " ".join(psutil.Process(pid).cmdline()))
+        until(lambda: psutil.Process(pid).cmdline() == [sys.executable, "-I", "-S", "-c", FOREVER])  # it has become the command
         executor.kill()
         until(lambda: is_gone(pid))
 
