@@ -117,13 +117,16 @@ class Watcher:
                 yield Suspicion(rule="exit", node=key[0], rank=rank, detail=detail)
 
     def _halted(self, now_s: float, placed: list[tuple[NodeView, ProcessReport]]) -> Iterable[Suspicion]:
-        """Processes that a signal or a debugger has stopped, which no section allows for, or that are frozen."""
+        """Processes that a signal or a debugger has stopped, which no section allows for, or that are frozen.
+
+        That a process is stopped is the kernel's word; frozen is concluded from missing pulses, which a busy machine may delay.
+        """
         stopped = {(view.name, process.pid): process.rank for view, process in placed if process.state == "stopped"}
         self._since = _seen_since(self._since, stopped, now_s)
-        limit_s = self.limits.limit_s("step", {"step": _STEADY_STEPS})
         for key, rank in stopped.items():
-            if now_s > self._since[key] + limit_s:
+            if now_s > self._since[key] + self.config.rules.halted_s:
                 yield Suspicion(rule="halted", node=key[0], rank=rank, detail=f"stopped by a signal for {now_s - self._since[key]:.1f} s")
+        limit_s = self.limits.limit_s("step", {"step": _STEADY_STEPS})
         for view, process in placed:
             if process.state == "running" and process.section not in DEAF and (silent_s := process.silent_s or 0.0) > limit_s:
                 yield Suspicion(rule="halted", node=view.name, rank=process.rank, detail=f"no thread of it has run for {silent_s:.1f} s")

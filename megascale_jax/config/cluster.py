@@ -43,7 +43,9 @@ class RulesConfig(_Section):
 
     missed_beats: Mode = Field(default="act", description="no beat of a node for lost_after_s")
     exit: Mode = Field(default="act", description="a training process ended with an error")
-    halted: Mode = Field(default="act", description="a process was stopped (SIGSTOP, a debugger) for longer than a step may take")
+    halted: Mode = Field(
+        default="act", description="a process was stopped (SIGSTOP, a debugger) for halted_s, or is frozen for longer than a step may take"
+    )
     no_progress: Mode = Field(default="act", description="longer in a section than its limit")
     corruption: Mode = Field(default="act", description="copies of the training state that should be equal differ (train.digest_every)")
     keyword: Mode = Field(default="observe", description="a word in a log that names a fault, such as Xid or an uncorrectable error")
@@ -62,6 +64,9 @@ class RulesConfig(_Section):
     loss_spike_deviations: Annotated[float, Field(gt=1)] = Field(default=8.0, description="see loss_spike")
     loss_spike_steps: AtLeastOne = Field(default=3, description="see loss_spike")
     loss_spike_margin: Count = Field(default=8, description="steps before a spike whose samples are skipped with it")
+    halted_s: Seconds = Field(
+        default=10.0, description="that the kernel may report a process as stopped; nothing that trains is, so no limit of a section applies"
+    )
     non_finite_steps: AtLeastOne = Field(default=8, description="skipped steps in a row that are an anomaly")
     step_drift_ratio: Annotated[float, Field(gt=1)] = Field(default=1.5, description="over the fastest the run has shown for a while")
     traffic_ratio: Annotated[float, Field(gt=0, lt=1)] = Field(default=0.5, description="of the median of the last minutes")
