@@ -71,10 +71,18 @@ def test_a_hang_is_seen_within_twice_the_limit_and_named(world, how) -> None:
     began, world.sims["node-3"].hangs = world.now, how
     world.run(100, lambda: world.driver.state.phase != Phase.RUNNING)
     limit_s = world.driver.watcher.limits.limit_s("data" if how == "behind" else "step", {"step": 9})
-    assert world.now - began < (12 if how == "stopped" else 2 * limit_s)
+    assert world.now - began < 2 * limit_s
     world.until_step(20)
     assert world.driver.state.incidents[0].named == ("node-3",)
     assert world.driver.state.seats[3] == "node-3"
+
+
+@pytest.mark.parametrize(("how", "is_found"), [("stopped", True), ("frozen", False)])
+def test_a_stopped_process_is_found_however_long_a_step_may_take(world, how, is_found) -> None:
+    world.driver.watcher.limits.learn({"step": 60.0})
+    world.sims["node-3"].hangs = how
+    world.run(world.driver.config.rules.halted_s + 3)
+    assert [incident.named for incident in world.driver.state.incidents] == ([("node-3",)] if is_found else [])
 
 
 @pytest.mark.parametrize("how", ["stopped", "frozen"])
