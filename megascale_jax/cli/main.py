@@ -22,6 +22,7 @@ from megascale_jax.cli import (
     drill,
     drive,
     events,
+    goodput,
     huggingface,
     job,
     keep,
@@ -67,6 +68,7 @@ app.command("sample")(sample.sample)
 app.command("compare")(compare.compare)
 app.command("trace")(trace.trace)
 app.command("why")(why.why)
+app.command("goodput")(goodput.goodput)
 app.command("keep")(keep.keep)
 app.command("schedule")(schedule.schedule)
 app.command("analyze")(analyze.analyze)
