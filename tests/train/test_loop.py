@@ -21,6 +21,7 @@ from megascale_jax.observe.spike import SpikeWatch
 from megascale_jax.train.flip import DRILL
 from megascale_jax.train.folder import RunFolder
 from megascale_jax.train.loop import Trainer
+from megascale_jax.views.goodput import read_goodput
 from tests.build import experiment
 
 STEPS = 9
@@ -216,6 +217,12 @@ def test_events_tell_the_way_of_a_run_and_of_its_continuation(prepared, tmp_path
     assert {row["name"] for row in rows if row["attempt"] == 1} >= {"start", "restore", "compile", "end", "resume"}
     assert all(row["is_instant"] == (row["name"] in (*INSTANTS, ALIVE)) for row in rows)
     assert {(fact.mesh, fact.devices, fact.run) for fact in facts} == {((1, 2, 2), (0, 1, 2, 3), RunFolder(path).identity())}
+    spent = read_goodput(path)
+    assert sum(spent.booked_ns.values()) == spent.wall_ns == int(spent.timeline.edges_ns[-1] - spent.timeline.edges_ns[0])
+    assert (spent.steps, spent.recomputed_steps) == (STEPS, 0) and spent.tokens_per_s > 0
+    booked = {kind for kind, lasted in spent.booked_ns.items() if lasted}
+    assert booked >= {"training", "checkpoint", "evaluation", "compile", "restart", "data wait"} and "recomputed" not in booked
+    assert [(one.step, one.resumed_step) for one in spent.incidents] == [(8, 8)]
 
 
 def test_marks_show_the_way_of_a_run_and_of_its_continuation(prepared, tmp_path):

@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.views.fake_job import writers
+from tests.views.fake_job import Job
 
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
     """Writers of a job's processes on a clock of its own (`fake_job.py`)."""
-    return writers(tmp_path, monkeypatch)
+    return Job(tmp_path, monkeypatch)

@@ -52,22 +52,21 @@ class Told:
         self.instant(ALIVE, at, step, text=text)
 
 
-def writers(folder, monkeypatch):
-    """``job(rank=..., attempt=..., role=...)``: the writer of one process, in the folder ``job.run``."""
-    frozen = {"monotonic_ns": lambda: 0, "time_ns": lambda: EPOCH_NS, "time": time.time}
-    monkeypatch.setattr(event_segments, "time", SimpleNamespace(**frozen))
-    monkeypatch.setattr(events, "time", SimpleNamespace(**frozen))
-    run = folder / "run"
-    run.mkdir()
+class Job:
+    """``job(rank=..., attempt=..., role=...)``: the writer of one process, in the folder ``run``."""
+
+    def __init__(self, folder, monkeypatch):
+        frozen = {"monotonic_ns": lambda: 0, "time_ns": lambda: EPOCH_NS, "time": time.time}
+        monkeypatch.setattr(event_segments, "time", SimpleNamespace(**frozen))
+        monkeypatch.setattr(events, "time", SimpleNamespace(**frozen))
+        self.run = folder / "run"
+        self.run.mkdir()
 
     @contextmanager
-    def opened(rank=0, attempt=0, role="trainer", host=None, ahead_s=0.0):
-        out = Events(run / EVENTS_FOLDER, role=role, rank=rank, attempt=attempt, run="r", clock=lambda: 0)
+    def __call__(self, rank=0, attempt=0, role="trainer", host=None, ahead_s=0.0):
+        out = Events(self.run / EVENTS_FOLDER, role=role, rank=rank, attempt=attempt, run="r", clock=lambda: 0)
         if host is not None:
             out.describe(host=host, boot_id=host)
         yield Told(out, ahead_s)
         assert out.flush(30)
         out.close(30)
-
-    opened.run = run
-    return opened

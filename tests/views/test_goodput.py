@@ -17,7 +17,7 @@ from megascale_jax.views.booking import HANG, KINDS, NOTHING, UNSEEN
 from megascale_jax.views.goodput import lost_passes, read_goodput
 from megascale_jax.views.passes import chosen_ranks, read_passes
 from megascale_jax.views.step_seconds import step_seconds
-from tests.views.fake_job import EPOCH_NS, STEP_S, ns, writers
+from tests.views.fake_job import EPOCH_NS, STEP_S, Job, ns
 
 BEGUN_S = 10.0
 """From the begin of a process to its first wait for rows."""
@@ -188,7 +188,7 @@ def test_what_a_newer_process_of_the_rank_does_counts(job):
 
 
 def test_hosts_whose_clocks_differ_are_aligned(job, monkeypatch, tmp_path_factory):
-    other = writers(tmp_path_factory.mktemp("alone"), monkeypatch)
+    other = Job(tmp_path_factory.mktemp("alone"), monkeypatch)
     with other() as told:
         whole_run(told)
     alone = seconds(read_goodput(other.run))

@@ -55,7 +55,10 @@ def test_a_sudden_drop_is_found_and_one_disturbed_moment_is_none():
 def test_levels_are_mfu_of_windows():
     found = trend(np.full(4 * MOST_WINDOWS * LEAST_STEPS, 2.0))
     assert found.levels.size == MOST_WINDOWS and np.allclose(found.levels, 0.2) and found.level == pytest.approx(0.2)
-    assert found.best == (1, MOST_WINDOWS * LEAST_STEPS) and found.last[1] == 4 * MOST_WINDOWS * LEAST_STEPS
+    assert (found.best, found.last) == (
+        (1, MOST_WINDOWS * LEAST_STEPS),
+        (3 * MOST_WINDOWS * LEAST_STEPS + 1, 4 * MOST_WINDOWS * LEAST_STEPS),
+    )
     few = trend(np.full(FEWEST_WINDOWS * LEAST_STEPS - 1, 2.0))
     assert not few.is_alarm and few.best is None and few.level == pytest.approx(0.2) and "too few" in few.notes[0]
     assert trend(np.empty(0)).level is None
