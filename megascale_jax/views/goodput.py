@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megascale_jax.errors import RunFolderError
+from megascale_jax.errors import RunFolderError, UsageError
 from megascale_jax.observe.event_store import read_events
 from megascale_jax.observe.metrics import read_metrics
 from megascale_jax.views.booking import CODES, HANG, UNSEEN, Kind, Timeline, book
@@ -79,13 +79,15 @@ class Goodput:
 def read_goodput(run: Path, ranks: Sequence[int] | None = None) -> Goodput:
     """The time of a run, by some of its ranks (`chosen_ranks` by default).
 
-    Raises RunFolderError when the run has no events, or none that can be booked.
+    Raises RunFolderError when the run has no events, or none that can be booked, and UsageError for a rank that has none.
     """
     known = {facts.rank for paths in files_of_trainers(run).values() if (facts := facts_of(paths[0]) or facts_of(paths[-1])) is not None}
-    chosen = sorted(known & set(ranks)) if ranks is not None else chosen_ranks(sorted(known))
+    if unknown := sorted(set(ranks or ()) - known):
+        raise UsageError(f"--ranks {unknown[0]}: {run} has no events of it; there are those of {len(known)} ranks")
+    chosen = sorted(set(ranks)) if ranks is not None else chosen_ranks(sorted(known))
     notes = [f"{len(chosen)} of {len(known)} ranks were read; what another rank waited for alone is training here"]
     with read_events(run, ranks={*chosen, 0}) as store:
-        passes = read_passes(store)
+        passes = read_passes(store, chosen)
         driver = read_driver(store, passes.ahead_ns)
         lost = lost_passes(passes)
         timeline = book(*_activities(passes, lost, driver))
@@ -93,7 +95,7 @@ def read_goodput(run: Path, ranks: Sequence[int] | None = None) -> Goodput:
             raise RunFolderError(f"{run} has no events of a process's passes or of a driver's phases; wait for the first ones")
         seconds = step_seconds(passes, lost)
         metrics = _metrics(run)
-        trend = find_trend(store, seconds, metrics)
+        trend = find_trend(run, seconds, metrics)
         writers = {file.writer for file in store.files}
         if not passes.has_stamps and passes.of("data").any():
             notes.append("the run has no stamps of devices, so waits for rows are those of the main thread: some of them cost nothing")

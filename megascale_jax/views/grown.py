@@ -12,18 +12,26 @@ A step's time, from the end of one to the end of the next, is cut into
 Growth is in seconds a step, its share that of the growth of the whole step. Parts overlap on different devices, so shares need not sum up.
 """
 
+import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from megascale_jax.observe.event_store import EventStore
+from megascale_jax.observe.event_store import EventStore, read_events
 from megascale_jax.parallel.pipeline.stamps import STEP_NAMES
+from megascale_jax.views.passes import chosen_ranks
+from megascale_jax.views.ranks import files_of_trainers, newest_facts
 from megascale_jax.views.step_seconds import StepSeconds
 from megascale_jax.views.step_times import StepTimes, read_step_times
 
 PIECES, PIECE_STEPS = 8, 16
 """So many pieces of each range, of so many steps, are read: a range may have 100,000s. What disturbed one piece does not count."""
-LATE, MESSAGES = "late launch", "messages"
+MOST_PEERS = 32
+"""Ranks that are read."""
+LATE, MESSAGES, WAIT = "late launch", "messages", "wait"
+"""``wait``: of an axis along which one device alone was read."""
+_WAITS = (LATE, MESSAGES, WAIT)
 _AXES = {"pipe": 1, "data": 2, "tensor": 3}
 _LAST = STEP_NAMES[1]
 
@@ -48,41 +56,55 @@ class Grown:
 
 
 def find_grown(
-    store: EventStore, seconds: StepSeconds, before: tuple[int, int], after: tuple[int, int]
+    run: Path, seconds: StepSeconds, before: tuple[int, int], after: tuple[int, int]
 ) -> tuple[tuple[Grown, ...], tuple[str, ...]]:
     """Segments of the steps ``after`` against those ``before`` (first and last step), most growth first; notes.
 
-    Raises UsageError when the run has no stamps of either, or its mesh changed.
+    Raises UsageError when the run has no stamps of one of both.
     """
-    ranges = [_segments(store, seconds, steps) for steps in (before, after)]
-    whole = [_seconds_of(seconds, steps)[0] for steps in (before, after)]
-    growth = whole[1] - whole[0]
+    ranks, note = _peers(run)
+    with read_events(run, ranks=ranks) as store:
+        old, new = (_segments(store, seconds, steps) for steps in (before, after))
+    growth = _mean_of(seconds.seconds, seconds, after) - _mean_of(seconds.seconds, seconds, before)
+    if {name: part.shape for name, part in old.items()} != {name: part.shape for name, part in new.items()}:
+        return (), ("what takes longer is not known: the mesh or the schedule changed in between",)
     found: list[Grown] = []
-    for name in ranges[0].keys() | ranges[1].keys():
-        old, new = (one.get(name) for one in ranges)
-        if old is None or new is None or old.shape != new.shape:
-            return (), ("what takes longer is not known: the mesh or the schedule changed in between",)
-        is_wait = name.startswith((LATE, MESSAGES))  # of which the mean counts: what one device does the others wait for
-        device = int(np.argmax(new - old)) if new.size > 1 and not is_wait else None
-        pair = [float(one.mean() if is_wait else one.max()) for one in (old, new)]
+    for name in old:
+        is_wait = name.startswith(_WAITS)  # of which the mean counts: what one device does the others wait for
+        pair = [float(np.nanmean(one[name]) if is_wait else np.nanmax(one[name])) for one in (old, new)]
+        device = int(np.nanargmax(new[name] - old[name])) if new[name].size > 1 and not is_wait else None
         found.append(Grown(name, pair[0], pair[1], (pair[1] - pair[0]) / growth if growth > 0 else float("nan"), device))
-    return tuple(sorted(found, key=lambda one: (-one.growth_s, one.segment))), ()
+    return tuple(sorted(found, key=lambda one: (-one.growth_s, one.segment))), (note,) if note else ()
 
 
-def _seconds_of(seconds: StepSeconds, steps: tuple[int, int]) -> tuple[float, float]:
-    """Means of a step and of its wait for rows."""
-    rows = (seconds.steps >= steps[0]) & (seconds.steps <= steps[1])
-    return float(seconds.seconds[rows].mean()), float(seconds.rows[rows].mean())
+def _peers(run: Path) -> tuple[set[int] | None, str]:
+    """Which ranks are read, ``None``: all; a note if not all. Of a large job they are of one data-parallel group."""
+    facts = {fact.rank: fact for paths in files_of_trainers(run).values() if (fact := newest_facts(paths)) is not None}
+    if len(facts) <= MOST_PEERS:
+        return None, ""
+    of_group: set[int] = set()
+    for rank, fact in facts.items():
+        _, data, tensor = fact.mesh or (0, 0, 0)
+        if any(device % tensor == 0 and device < data * tensor for device in fact.devices if tensor):
+            of_group.add(rank)
+    ranks = set(chosen_ranks(sorted(of_group or facts), MOST_PEERS))
+    return ranks, f"what takes longer is by {len(ranks)} of {len(facts)} ranks, of one data-parallel group"
+
+
+def _mean_of(values: np.ndarray, seconds: StepSeconds, steps: tuple[int, int]) -> float:
+    return float(values[(seconds.steps >= steps[0]) & (seconds.steps <= steps[1])].mean())
 
 
 def _segments(store: EventStore, seconds: StepSeconds, steps: tuple[int, int]) -> dict[str, np.ndarray]:
-    """Mean seconds of each segment by device, float64[devices], or of the whole job, [1]."""
+    """Mean seconds of each segment by device, float64[devices] (NaN: not known), or of the whole job, [1]."""
     first, last = steps
-    begins = np.unique(np.linspace(first, max(last + 1 - PIECE_STEPS, first), PIECES).astype(int))
-    pieces = [_cut(read_step_times(store, (int(begin), min(int(begin) + PIECE_STEPS, last + 1)))) for begin in begins]
-    names = dict.fromkeys(name for piece in pieces for name in piece)
-    found = {name: np.nanmedian([piece[name] for piece in pieces if name in piece], axis=0) for name in names}
-    step_s, rows_s = _seconds_of(seconds, steps)
+    begins = np.unique(np.linspace(first, max(last + 1 - PIECE_STEPS, first), PIECES).astype(int)).tolist()
+    pieces = [_cut(read_step_times(store, (begin, min(begin + PIECE_STEPS, last + 1)))) for begin in begins]
+    pieces = [piece for piece in pieces if piece["whole"].shape == pieces[-1]["whole"].shape]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of a device that was not read
+        found = {name: np.nanmedian([piece[name] for piece in pieces if name in piece], axis=0) for name in pieces[-1]}
+    step_s, rows_s = (_mean_of(values, seconds, steps) for values in (seconds.seconds, seconds.rows))
     found["data wait"] = np.array([rows_s])
     found["host"] = np.maximum(step_s - found.pop("whole") - rows_s, 0.0)
     return found
@@ -90,15 +112,16 @@ def _segments(store: EventStore, seconds: StepSeconds, steps: tuple[int, int]) -
 
 def _cut(times: StepTimes) -> dict[str, np.ndarray]:
     """Means over steps of the parts of a device's step, float64[devices]."""
-    found = {name: _mean(part) for name, part in (*times.computed.items(), ("idle", times.idle), ("whole", times.whole))}
-    lanes: dict[str, np.ndarray] = {}
-    for (name, lane), wait in times.waits.items():
-        key, axis = (_LAST, "data") if name == _LAST else (lane, lane)
-        least = np.broadcast_to(np.nanmin(wait, axis=_AXES[axis], keepdims=True), wait.shape)
-        for kind, part in ((LATE, wait - least), (MESSAGES, least)):
-            lanes[f"{kind}, {key}"] = lanes.get(f"{kind}, {key}", np.zeros_like(part)) + part
-    return found | {name: _mean(part) for name, part in lanes.items()}
-
-
-def _mean(seconds: np.ndarray) -> np.ndarray:
-    return np.nanmean(seconds, axis=0).ravel()
+    parts = {**times.computed, "idle": times.idle, "whole": times.whole}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for (name, lane), wait in times.waits.items():
+            key = _LAST if name == _LAST else lane
+            seen = (~np.isnan(wait)).sum(axis=_AXES[lane])
+            split = {f"{WAIT}, {key}": wait}
+            if seen.max(initial=0) > 1 or wait.shape[_AXES[lane]] == 1:
+                least = np.nanmin(wait, axis=_AXES[lane], keepdims=True) + np.zeros_like(wait)
+                split = {f"{LATE}, {key}": wait - least, f"{MESSAGES}, {key}": least}
+            for segment, part in split.items():
+                parts[segment] = parts[segment] + part if segment in parts else part
+        return {name: np.nanmean(part, axis=0).ravel() for name, part in parts.items()}

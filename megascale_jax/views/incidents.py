@@ -45,9 +45,11 @@ def find_incidents(passes: Passes, lost: np.ndarray, timeline: Timeline, driver:
     begins, starts = _starts(passes, trains)
     rows = np.flatnonzero(trains)
     start_of = np.searchsorted(begins, passes.begin_ns[rows], "right") - 1
+    rows = rows[np.argsort(start_of, kind="stable")]
+    edges = np.cumsum(np.bincount(start_of, minlength=len(starts)))
     found: list[Incident] = []
     for number in range(len(starts)):
-        own = rows[start_of == number]
+        own = rows[edges[number - 1] if number else 0 : edges[number]]
         begin_ns = int(passes.end_ns[own].max())
         is_last = number + 1 == len(starts)
         end_ns = int(timeline.edges_ns[-1]) if is_last else starts[number + 1][1]

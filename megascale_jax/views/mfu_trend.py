@@ -12,12 +12,12 @@ then, and a note says so.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from megascale_jax.errors import UsageError
-from megascale_jax.observe.event_store import EventStore
 from megascale_jax.views.grown import Grown, find_grown
 from megascale_jax.views.step_seconds import StepSeconds
 
@@ -59,16 +59,16 @@ class MfuTrend:
         return float(np.median(self.levels[-count:]))
 
 
-def find_trend(store: EventStore, seconds: StepSeconds, metrics: Sequence[Mapping]) -> MfuTrend:
+def find_trend(run: Path, seconds: StepSeconds, metrics: Sequence[Mapping]) -> MfuTrend:
     """The trend of a run; ``metrics``: its lines of kind ``train``."""
     trend = trend_of(seconds.steps, seconds.seconds, mfu_seconds(seconds.steps, metrics))
     if not trend.is_alarm or trend.best is None or trend.last is None:
         return trend
     try:
-        grown, notes = find_grown(store, seconds, trend.best, trend.last)
+        grown, notes = find_grown(run, seconds, trend.best, trend.last)
     except UsageError as error:
         grown, notes = (), (f"what takes longer is not known: {error}",)
-    return MfuTrend(**{**vars(trend), "grown": grown, "notes": (*trend.notes, *notes)})
+    return replace(trend, grown=grown, notes=(*trend.notes, *notes))
 
 
 def mfu_seconds(steps: np.ndarray, metrics: Sequence[Mapping]) -> np.ndarray:

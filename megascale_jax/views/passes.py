@@ -7,7 +7,7 @@ A pass that did not end, because its process hangs, was killed, or is still in i
 process ends at the latest when a newer one of its rank, or one of a newer attempt, begins.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import median_low
@@ -29,6 +29,7 @@ KNOWN = "unix_ns > 0 and unix_ns < 1::bigint << 61 and duration_ns >= 0 and dura
 """Times with which one can reckon: a damaged file may have others."""
 _STEPS = 32
 """Newest passes of each process by whose ends clocks are compared."""
+_NEVER_NS = 1 << 62
 _COLUMNS = ("process", "section", "step", "begin_ns", "end_ns", "is_open", "rows_from_ns")
 
 
@@ -75,9 +76,10 @@ def chosen_ranks(ranks: Sequence[int], most: int = MOST_RANKS) -> list[int]:
     return known if len(known) <= most else [known[place] for place in np.linspace(0, len(known) - 1, most).astype(int)]
 
 
-def read_passes(store: EventStore) -> Passes:
-    """The passes of a store's training processes; empty if it has none."""
-    facts = {file.process: file.facts for file in store.files if file.facts is not None and file.facts.role == "trainer"}
+def read_passes(store: EventStore, ranks: Collection[int]) -> Passes:
+    """The passes of the training processes of these ranks; empty if there are none."""
+    known = {file.process: file.facts for file in store.files if file.facts is not None and file.facts.role == "trainer"}
+    facts = {name: fact for name, fact in known.items() if fact.rank in ranks}
     names = sorted(facts)
     if not names:
         return Passes((), *(np.empty(0, np.int64) for _ in _COLUMNS), has_stamps=False, ahead_ns={})
@@ -87,8 +89,7 @@ def read_passes(store: EventStore) -> Passes:
     column = {name: np.concatenate((column[name], np.array(opened[name], np.int64))) for name in column}
     ends_ns = _device_ends(store, numbered, column)
     column["rows_from_ns"] = np.maximum(column["begin_ns"], ends_ns)
-    resumed = _resumed(store)
-    found = [_process(number, name, facts[name], column, resumed.get(name)) for number, name in enumerate(names)]
+    found = _processes(store, names, facts, column)
     ahead = _ahead(found, column)
     shift = np.array([ahead.get(one.clock, 0) for one in found])[column["process"]]
     for name in ("begin_ns", "end_ns", "rows_from_ns"):
@@ -119,14 +120,15 @@ def _opened(store: EventStore, names: Sequence[str], column: Mapping[str, np.nda
         f"where role = 'trainer' and device = -1 and is_instant and name = '{ALIVE}' and {KNOWN} group by process"
     )
     found: dict[str, list[int]] = {name: [] for name in column}
+    number_of = {name: number for number, name in enumerate(names)}
+    last = _extreme(np.maximum, 0, len(names), column["process"], column["end_ns"])
     for row in table.to_pylist():
         with suppress(ValidationError):
             alive = Alive.model_validate_json(row["text"] or "")
-            number = names.index(row["process"])
-            own = column["process"] == number
-            last_ns = int(column["end_ns"][own].max(initial=0))
+            number = number_of.get(row["process"], -1)
+            last_ns = last[number]
             since_ns = row["unix_ns"] - max(row["begin_ns"] - alive.since_ns, 0)
-            if alive.section not in SECTION or last_ns > row["unix_ns"]:
+            if number < 0 or alive.section not in SECTION or last_ns > row["unix_ns"]:
                 continue
             since_ns = max(since_ns, last_ns)
             passes = [(alive.section, since_ns, row["unix_ns"])]
@@ -172,25 +174,39 @@ def _resumed(store: EventStore) -> dict[str, int]:
     return {row["process"]: row["step"] for row in table.to_pylist()}
 
 
-def _process(number: int, name: str, facts: Facts, column: Mapping[str, np.ndarray], resumed: int | None) -> Process:
-    own = column["process"] == number
-    trains = own & np.isin(column["section"], [SECTION["compile"], SECTION["step"]]) & (column["step"] > 0)
-    begin_ns, end_ns = int(column["begin_ns"][own].min(initial=1 << 62)), int(column["end_ns"][own].max(initial=0))
-    first = int(column["step"][trains].min()) if trains.any() else None
-    clock = facts.boot_id or facts.host
-    return Process(name, facts.rank, facts.attempt, clock, begin_ns, end_ns, first if resumed is None else resumed + 1)
+def _processes(store: EventStore, names: Sequence[str], facts: Mapping[str, Facts], column: Mapping[str, np.ndarray]) -> list[Process]:
+    trains = np.isin(column["section"], [SECTION["compile"], SECTION["step"]]) & (column["step"] > 0)
+    begin_ns = _extreme(np.minimum, _NEVER_NS, len(names), column["process"], column["begin_ns"])
+    end_ns = _extreme(np.maximum, 0, len(names), column["process"], column["end_ns"])
+    first = _extreme(np.minimum, _NEVER_NS, len(names), column["process"][trains], column["step"][trains])
+    resumed = _resumed(store)
+    found: list[Process] = []
+    for number, name in enumerate(names):
+        fact = facts[name]
+        own = resumed[name] + 1 if name in resumed else first[number] if first[number] < _NEVER_NS else None
+        found.append(Process(name, fact.rank, fact.attempt, fact.boot_id or fact.host, begin_ns[number], end_ns[number], own))
+    return found
+
+
+def _extreme(of: np.ufunc, initial: int, count: int, process: np.ndarray, values: np.ndarray) -> list[int]:
+    """Of every process the least or the most of its values; ``initial`` without any."""
+    found = np.full(count, initial, np.int64)
+    of.at(found, process, values)
+    return found.tolist()
 
 
 def _ahead(processes: Sequence[Process], column: Mapping[str, np.ndarray]) -> dict[str, int]:
     """By clock, the median over the starts of how much it is ahead; empty if all processes share one."""
     if len({one.clock for one in processes}) == 1:
         return {}
+    rows = np.flatnonzero(column["section"] == SECTION["step"])
+    rows = rows[np.lexsort((column["end_ns"][rows], column["process"][rows]))]
+    edges = np.searchsorted(column["process"][rows], np.arange(len(processes) + 1)).tolist()
     starts: dict[tuple[int, int | None], dict[int, tuple[str, int, dict[int, int]]]] = {}
     for number in sorted(range(len(processes)), key=lambda number: processes[number].begin_ns):
         one = processes[number]
-        rows = np.flatnonzero((column["process"] == number) & (column["section"] == SECTION["step"]))
-        rows = rows[np.argsort(column["end_ns"][rows])][-_STEPS:]
-        ends_ns = dict(zip(column["step"][rows].tolist(), column["end_ns"][rows].tolist(), strict=True))
+        newest = rows[max(edges[number + 1] - _STEPS, edges[number]) : edges[number + 1]]
+        ends_ns = dict(zip(column["step"][newest].tolist(), column["end_ns"][newest].tolist(), strict=True))
         if one.end_ns:  # of starts that began with the same step, the newest
             starts.setdefault((one.attempt, one.first_step), {})[one.rank] = (one.clock, one.begin_ns, ends_ns)
     found: dict[str, list[int]] = {}
@@ -202,13 +218,13 @@ def _ahead(processes: Sequence[Process], column: Mapping[str, np.ndarray]) -> di
 
 def _limits(processes: Sequence[Process]) -> np.ndarray:
     """When each process was over at the latest, int64[processes]."""
-    limits = np.full(len(processes), 1 << 62, np.int64)
+    limits = np.full(len(processes), _NEVER_NS, np.int64)
     by_begin = sorted(range(len(processes)), key=lambda number: processes[number].begin_ns, reverse=True)
     of_rank: dict[int, int] = {}
     of_attempt: dict[int, int] = {}
     for number in by_begin:  # the newest first
         one = processes[number]
         later = [begin_ns for attempt, begin_ns in of_attempt.items() if attempt > one.attempt]
-        limits[number] = min([*later, of_rank.get(one.rank, 1 << 62)])
+        limits[number] = min([*later, of_rank.get(one.rank, _NEVER_NS)])
         of_rank[one.rank] = of_attempt[one.attempt] = one.begin_ns
     return limits

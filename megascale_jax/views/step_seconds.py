@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megascale_jax.observe.marks import UNTAUGHT_PASSES
-from megascale_jax.views.passes import SECTION, Passes
+from megascale_jax.views.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -33,24 +33,23 @@ def step_seconds(passes: Passes, lost: np.ndarray) -> StepSeconds:
     of_rank = ranks == known[np.argmax(counts)]
     lasted = passes.end_ns - passes.begin_ns
     key = passes.process << 32 | passes.step
-    rows = np.flatnonzero(good & of_rank & _is_taught(passes, good & of_rank))
+    rows = np.flatnonzero(_is_taught(passes, good & of_rank))
     rows = rows[np.argsort(passes.step[rows], kind="stable")]
     waits = np.flatnonzero(passes.of("data") & of_rank)
-    saves = np.flatnonzero((passes.section == SECTION["checkpoint"]) & of_rank)
-    seconds = lasted[rows] + _summed(key[waits], lasted[waits], key[rows])
-    last_ns = passes.begin_ns[rows] + lasted[rows]
-    inside = saves[_within(passes.begin_ns[saves], key[saves], key[rows], last_ns)]
-    seconds = seconds - _summed(key[inside], lasted[inside], key[rows])
+    saves = np.flatnonzero(passes.of("checkpoint") & of_rank)
+    inside = saves[passes.begin_ns[saves] < _summed(key[rows], passes.end_ns[rows], key[saves])]  # one after an evaluation is not
+    seconds = lasted[rows] + _summed(key[waits], lasted[waits], key[rows]) - _summed(key[inside], lasted[inside], key[rows])
     exposed = _summed(key[waits], passes.end_ns[waits] - passes.rows_from_ns[waits], key[rows])
     return StepSeconds(passes.step[rows], seconds / 1e9, exposed / 1e9)
 
 
 def _is_taught(passes: Passes, good: np.ndarray) -> np.ndarray:
-    """Without the first passes of each process, which may be compiled anew."""
-    taught = np.ones(passes.step.size, bool)
-    for number in range(len(passes.processes)):
-        own = np.flatnonzero(good & (passes.process == number))
-        taught[own[np.argsort(passes.begin_ns[own])][: UNTAUGHT_PASSES["step"]]] = False
+    """Without the first passes of each process, which may be compiled anew; bool[n]."""
+    rows = np.flatnonzero(good)
+    rows = rows[np.lexsort((passes.begin_ns[rows], passes.process[rows]))]
+    begins = np.searchsorted(passes.process[rows], passes.process[rows])
+    taught = good.copy()
+    taught[rows[np.arange(rows.size) - begins < UNTAUGHT_PASSES["step"]]] = False
     return taught
 
 
@@ -63,9 +62,3 @@ def _summed(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndar
     np.add.at(sums, place, values)
     at = np.minimum(np.searchsorted(found, wanted), found.size - 1)
     return np.where(found[at] == wanted, sums[at], 0)
-
-
-def _within(begin_ns: np.ndarray, keys: np.ndarray, wanted: np.ndarray, last_ns: np.ndarray) -> np.ndarray:
-    """Which saves began before the pass of their step had ended, bool: one after an evaluation is no part of it."""
-    ends = dict(zip(wanted.tolist(), last_ns.tolist(), strict=True)) if keys.size else {}
-    return np.array([begin < ends.get(key, 0) for key, begin in zip(keys.tolist(), begin_ns.tolist(), strict=True)], bool)

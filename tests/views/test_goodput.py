@@ -296,7 +296,7 @@ def test_step_times_are_without_saves_and_evaluations(job):
     with job() as told:
         whole_run(told)
     with read_events(job.run) as store:
-        passes = read_passes(store)
+        passes = read_passes(store, {0})
         found = step_seconds(passes, lost_passes(passes))
     assert found.steps.tolist() == [3, 4, 5], "the first is compiled, and the second may be"
     assert found.seconds == pytest.approx(np.array([1.0, 1.0, 1.75])) and found.rows == pytest.approx(np.array([0.25] * 3))
