@@ -20,7 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megascale_jax.errors import RunFolderError, UsageError
+from megascale_jax.config.load import read_resolved
+from megascale_jax.errors import ConfigError, RunFolderError, UsageError
 from megascale_jax.observe.event_store import read_events
 from megascale_jax.observe.metrics import read_metrics
 from megascale_jax.views.booking import CODES, HANG, UNSEEN, Kind, Timeline, book
@@ -95,7 +96,7 @@ def read_goodput(run: Path, ranks: Sequence[int] | None = None) -> Goodput:
             raise RunFolderError(f"{run} has no events of a process's passes or of a driver's phases; wait for the first ones")
         seconds = step_seconds(passes, lost)
         metrics = _metrics(run)
-        trend = find_trend(run, seconds, metrics)
+        trend = find_trend(run, seconds, metrics, is_peak_measured=_is_peak_measured(run))
         writers = {file.writer for file in store.files}
         if not passes.has_stamps and passes.of("data").any():
             notes.append("the run has no stamps of devices, so waits for rows are those of the main thread: some of them cost nothing")
@@ -175,6 +176,13 @@ def _metrics(run: Path) -> list[dict]:
     with suppress(RunFolderError, OSError):
         return read_metrics(run, "train")
     return []
+
+
+def _is_peak_measured(run: Path) -> bool:
+    """Whether every start measures its devices' peak: the configuration names none."""
+    with suppress(ConfigError, OSError):
+        return read_resolved(run / "config.yaml").system.peak_tflops is None
+    return False
 
 
 def _tokens_per_s(metrics: Sequence[Mapping], steps: int, wall_ns: int) -> float | None:

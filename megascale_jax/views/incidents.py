@@ -1,8 +1,8 @@
 """Interruptions of a run's training, and what each cost. No JAX.
 
 An interruption goes from the end of the last step before to the end of the first step (with its compilation) of the processes that go on.
-It costs what is booked in between, and the steps of the processes before that were done in vain (`booking.py`: recomputed). A hang
-that nothing follows is one that is not over.
+It costs what is booked in between, and the steps of the processes before that were done in vain (`booking.py`: recomputed). After
+the last step of all there is one that is not over if there was a hang, a restart or a diagnosis.
 """
 
 from collections.abc import Mapping
@@ -53,9 +53,9 @@ def find_incidents(passes: Passes, lost: np.ndarray, timeline: Timeline, driver:
         begin_ns = int(passes.end_ns[own].max())
         is_last = number + 1 == len(starts)
         end_ns = int(timeline.edges_ns[-1]) if is_last else starts[number + 1][1]
-        if is_last and not timeline.activities_ns(begin_ns, end_ns)[HANG]:
-            break
         spent = timeline.booked_ns(begin_ns, end_ns)
+        if is_last and not (timeline.activities_ns(begin_ns, end_ns)[HANG] or spent["restart"] or spent["diagnosis"]):
+            break
         before = timeline.booked_ns(int(begins[number]), begin_ns)
         costs: dict[Kind, int] = {kind: spent[kind] + (before[kind] if kind == "recomputed" else 0) for kind in spent if kind != "training"}
         vain = own[lost[own]]

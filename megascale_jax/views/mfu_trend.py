@@ -59,9 +59,9 @@ class MfuTrend:
         return float(np.median(self.levels[-count:]))
 
 
-def find_trend(run: Path, seconds: StepSeconds, metrics: Sequence[Mapping]) -> MfuTrend:
-    """The trend of a run; ``metrics``: its lines of kind ``train``."""
-    trend = trend_of(seconds.steps, seconds.seconds, mfu_seconds(seconds.steps, metrics))
+def find_trend(run: Path, seconds: StepSeconds, metrics: Sequence[Mapping], *, is_peak_measured: bool) -> MfuTrend:
+    """The trend of a run; ``metrics``: its lines of kind ``train``; ``is_peak_measured``: as of `mfu_seconds`."""
+    trend = trend_of(seconds.steps, seconds.seconds, mfu_seconds(seconds.steps, metrics, is_peak_measured=is_peak_measured))
     if not trend.is_alarm or trend.best is None or trend.last is None:
         return trend
     try:
@@ -71,10 +71,11 @@ def find_trend(run: Path, seconds: StepSeconds, metrics: Sequence[Mapping]) -> M
     return replace(trend, grown=grown, notes=(*trend.notes, *notes))
 
 
-def mfu_seconds(steps: np.ndarray, metrics: Sequence[Mapping]) -> np.ndarray:
+def mfu_seconds(steps: np.ndarray, metrics: Sequence[Mapping], *, is_peak_measured: bool = False) -> np.ndarray:
     """MFU times seconds of each step, float64[n], NaN where not known: what one step computes over what the devices could in a second.
 
     From lines of `metrics.jsonl`, which have both MFU and tokens/s: that of the newest line up to the step, since a mesh may have changed.
+    With ``is_peak_measured`` the newest line's for all steps: a peak that every start measures anew, as on CPUs, is no trend.
     """
     known = [
         (line["step"], line["mfu"] / line["tokens_per_s"] * line["tokens"] / line["step"])
@@ -84,6 +85,8 @@ def mfu_seconds(steps: np.ndarray, metrics: Sequence[Mapping]) -> np.ndarray:
     if not known:
         return np.full(steps.size, np.nan)
     at, values = (np.array(column) for column in zip(*sorted(known), strict=True))
+    if is_peak_measured:
+        return np.full(steps.size, values[-1])
     return values[np.maximum(np.searchsorted(at, steps, "right") - 1, 0)]
 
 

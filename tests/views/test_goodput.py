@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from megascale_jax.cli.goodput import FORMULA
 from megascale_jax.cli.main import app
 from megascale_jax.cluster.state import Anomaly, Suspicion
-from megascale_jax.errors import RunFolderError
+from megascale_jax.errors import RunFolderError, UsageError
 from megascale_jax.observe.event_store import read_events
 from megascale_jax.observe.events import EVENTS_FOLDER
 from megascale_jax.parallel.pipeline.stamps import STEP_SPAN
@@ -140,6 +140,17 @@ def test_without_a_driver_nobody_knows_what_was_between(job):
     assert found.wall_ns == ns(60.25 - 1.0)
 
 
+def test_the_order_of_files_is_irrelevant(job):
+    killed_and_resumed(job)
+    before = read_goodput(job.run)
+    for number, path in enumerate(sorted((job.run / EVENTS_FOLDER).glob("*.arrows"), reverse=True)):
+        role, rank, _, _ = path.name.partition(".")[0].split("-")
+        path.rename(path.with_name(f"{role}-{rank}-{number}-1.00000.arrows"))
+    after = read_goodput(job.run)
+    assert after.booked_ns == before.booked_ns and after.incidents == before.incidents
+    assert np.array_equal(after.timeline.edges_ns, before.timeline.edges_ns)
+
+
 def test_starts_of_one_attempt_are_told_apart(job):
     with job() as told:
         told.steps(told.begin(0.0), 1, 6)  # 10.0 to 20.25
@@ -151,6 +162,18 @@ def test_starts_of_one_attempt_are_told_apart(job):
     assert (found.steps, found.recomputed_steps) == (2, 8)
     assert seconds(found)["training"] == 0.75 and seconds(found)["recomputed"] == 5 * 0.75 + 0.75
     assert [(one.step, one.resumed_step, one.recomputed_steps) for one in found.incidents] == [(6, 4, 6), (6, 0, 2)]
+
+
+def test_a_process_that_came_to_no_step_says_from_where_it_would_have_gone_on(job):
+    with job() as told:
+        told.steps(told.begin(0.0), 1, 6)  # to 20.25
+    with job(attempt=1) as told:
+        told.begin(30.0, resume=4)
+    found = read_goodput(job.run)
+    assert (found.steps, found.recomputed_steps) == (4, 2)
+    (incident,) = found.incidents
+    assert not incident.is_over and incident.recomputed_steps == 2
+    assert incident.lost_ns == {"recomputed": ns(2 * STEP_S), "restart": ns(BEGUN_S), "idle": ns(30.0 - 20.25)}
 
 
 def test_a_hang_is_idle_beyond_a_steps_time(job):
@@ -236,12 +259,19 @@ def test_a_run_that_goes_on_is_booked_up_to_its_newest_event(job):
         assert found.wall_ns == ns(18.375) and not found.is_over and found.incidents == ()
 
 
-def test_of_many_ranks_some_are_read_and_a_note_says_so(job, monkeypatch):
+def test_of_many_ranks_some_are_read_and_a_note_says_so(job):
     for rank in range(6):
         with job(rank=rank) as told:
-            whole_run(told)
+            end = whole_run(told)
+            if rank == 0:
+                told.span("data", 11.0, 14.0, 1)
+    with job(role="driver") as told:
+        told.span("diagnosing", end, end + 3.0, lane="driver")
     found = read_goodput(job.run, [1, 5])
     assert found.ranks == (1, 5) and "2 of 6 ranks" in found.notes[0]
+    assert seconds(found)["data wait"] == 5 * 0.25 and seconds(found)["diagnosis"] == 3.0, "rank 0's are left out, the driver's are not"
+    with pytest.raises(UsageError, match=r"--ranks 6: .* there are those of 6 ranks"):
+        read_goodput(job.run, [1, 6])
     assert chosen_ranks(range(12_288)) == [0, 1755, 3510, 5265, 7021, 8776, 10531, 12287]
 
 
@@ -256,14 +286,25 @@ def test_tokens_are_of_steps_that_count(job):
 HOSTILE = "\x1b]0;gone\x07[red]\u202ename"
 
 
+def test_times_that_cannot_be_are_left_out(job):
+    killed_and_resumed(job)
+    before = seconds(read_goodput(job.run))
+    for role, name, lane in (("trainer", "restore", "host"), ("driver", "diagnosing", "driver")):
+        with job(rank=0, attempt=1, role=role) as told:
+            told.out.record(name, -(1 << 61), 5, lane=lane)
+            told.out.record(name, ns(41.0), 1 << 61, lane=lane)
+            told.out.record(name, ns(41.0), -ns(3.0), lane=lane)
+    assert seconds(read_goodput(job.run)) == before
+
+
 def test_hostile_names_and_texts_are_shown_and_not_obeyed(job, tmp_path):
     killed_and_resumed(job, driver=False)
     with job(role="driver") as told:
         told.span(HOSTILE, 0.0, 5.0, lane="driver")
         told.span("running", 1.0, 27.5, lane="driver")
-        told.instant("anomaly", 28.0, lane="driver", text="{" * 4000)
+        told.instant("anomaly", 28.5, lane="driver", text="{" * 4000)
         one = Suspicion(rule=HOSTILE, detail=HOSTILE)
-        told.instant("anomaly", 28.5, lane="driver", text=Anomaly(at_s=1, attempt=0, step=1, suspicions=(one,)).model_dump_json())
+        told.instant("anomaly", 28.0, lane="driver", text=Anomaly(at_s=1, attempt=0, step=1, suspicions=(one,)).model_dump_json())
     with job(rank=1) as told:
         told.instant("alive", 20.0, text='{"section": "' + HOSTILE.encode("unicode_escape").decode() + '", "since_ns": 1}')
         told.span("step", 20.0, 21.0, -7)
