@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FORMULA = "training time that counted / wall time (paper, section 6.3)"
 _PICTURE_ENDINGS = (".png", ".svg", ".pdf")
-_MOST_SHOWN = 20
+_MOST_SHOWN, _LEAST_SHARE = 20, 0.05
 _PIECES = 1000
 """Of the timeline in JSON, when it has more stretches: shares of each class in so many equal pieces."""
 
@@ -147,7 +147,7 @@ def _trend_lines(trend: "MfuTrend") -> Iterable[str]:
     verdict = f"{abs(trend.decay):.2%} {side} {best}, standard error {trend.error:.2%}"
     yield f"ALARM: it decays: {verdict}" if trend.is_alarm else f"no alarm: {verdict}"
     for one in trend.grown[:3]:
-        if one.growth_s > 0:
+        if one.share >= _LEAST_SHARE:
             where = "" if one.device is None else f", most on device {one.device}"
             grew = f"{1e3 * one.before_s:.3f} ms to {1e3 * one.after_s:.3f} ms a step"
             yield f"  {one.share:>5.0%} of what a step takes longer: {one.segment}, {grew}{where}"

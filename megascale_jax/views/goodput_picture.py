@@ -95,6 +95,6 @@ def _words(trend: MfuTrend) -> str:
     if trend.last is None:
         return "too few steps to see a decay"
     if not trend.is_alarm:
-        return "no decay"
+        return "no decay beyond the noise"
     grown = f"; {trend.grown[0].segment} takes longer ({trend.grown[0].share:.0%})" if trend.grown else ""
     return shortened(f"decays: {trend.decay:.1%} below steps {trend.best[0]} to {trend.best[1]}{grown}" if trend.best else "", 110)
