@@ -8,7 +8,8 @@ def test_jax_is_not_loaded_when_runs_are_watched_or_compared() -> None:
     names = (
         "observe.compactor", "observe.event_compaction", "observe.event_store", "observe.events", "observe.offsets",
         "observe.marks", "observe.metrics", "observe.progress", "observe.report", "observe.summary", "observe.throughput",
-        "views.compare", "views.goodput", "views.goodput_picture", "views.loss", "views.overlay", "views.trace", "views.timeline", "views.why", "views.cube", "cli.compare",
+        "views.compare", "views.loss", "views.overlay", "views.trace", "views.timeline", "views.why", "views.cube", "cli.compare",
+        "views.goodput", "views.goodput_picture", "cli.goodput",
         "cluster.diagnose.fleet", "cluster.diagnose.meeting", "cluster.diagnose.report", "cluster.diagnose.run", "cli.diagnose",
     )  # fmt: skip
     code = (

@@ -51,6 +51,9 @@ def test_a_sudden_drop_is_found_and_one_disturbed_moment_is_none():
     disturbed[850:950] *= 3
     assert trend(dropped).is_alarm and not trend(disturbed).is_alarm
     assert not trend(dropped[::-1].copy()).is_alarm, "it became faster"
+    slow_at_first = dropped.copy()
+    slow_at_first[:250] *= 2
+    assert trend(slow_at_first).is_alarm, "against the best, not the first"
 
 
 def test_levels_are_mfu_of_windows():
