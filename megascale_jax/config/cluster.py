@@ -65,7 +65,7 @@ class RulesConfig(_Section):
     loss_spike_steps: AtLeastOne = Field(default=3, description="see loss_spike")
     loss_spike_margin: Count = Field(default=8, description="steps before a spike whose samples are skipped with it")
     halted_s: Seconds = Field(
-        default=10.0, description="that the kernel may report a process as stopped; nothing that trains is, so no limit of a section applies"
+        default=10.0, description="that the kernel may report a process as stopped; what trains never is, so no section's limit applies"
     )
     non_finite_steps: AtLeastOne = Field(default=8, description="skipped steps in a row that are an anomaly")
     step_drift_ratio: Annotated[float, Field(gt=1)] = Field(default=1.5, description="over the fastest the run has shown for a while")
