@@ -31,14 +31,13 @@ def analyze_run(run: Path, steps: tuple[int | None, int | None], top: int, heat_
     from megascale_jax.views.step_times import read_step_times
 
     first, end = steps
+    times = read_step_times(run, steps)
     with read_events(run, steps=None if end is None else range(first or 0, end)) as store:
-        times = read_step_times(store, steps)
         replays, replay_notes = read_replays(store, times)
     slow = find_slow(times)
     costs = find_costs(replays, times.mesh, slow.devices)
     notes = (
-        *store.notes,
-        *times.notes,
+        *dict.fromkeys((*store.notes, *times.notes)),
         *slow.notes,
         *replay_notes,
         *_doubts(costs),

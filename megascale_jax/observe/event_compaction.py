@@ -24,8 +24,9 @@ import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 
 from megascale_jax.observe.event_files import STORED, SUMMARY, Stream, is_named, is_over, read_parquet_facts, read_stream, summary_of
-from megascale_jax.observe.event_paths import DETAIL, OPEN_SUFFIX, PARQUET, found, segment_of, sizes
+from megascale_jax.observe.event_paths import DETAIL, OPEN_SUFFIX, PARQUET, SUMS, found, segment_of, sizes
 from megascale_jax.observe.event_segments import FACTS
+from megascale_jax.observe.event_sums import update_sums
 from megascale_jax.observe.events import EVENTS_FOLDER, STEP_END
 from megascale_jax.observe.priority import lowest_priority
 
@@ -71,6 +72,7 @@ def compact(run: Path, *, keep_mb: float | None = None, keep_days: float | None 
             if is_over(path):
                 _convert(path, done)
         _retain(run, keep_mb, keep_days, done)
+        update_sums(run)
     finally:
         lock.release()
     return done
@@ -80,7 +82,7 @@ def _tidy(folder: Path) -> None:
     """Remove what compactions and processes that were killed have left; the lock is held."""
     now = time.time()
     with suppress(OSError):
-        for path in folder.glob(f".*{PARQUET}"):
+        for path in (*folder.glob(f".*{PARQUET}"), *folder.glob(f".*{SUMS}")):
             path.unlink()
         for path in folder.glob(f".*{OPEN_SUFFIX}"):
             if now - path.stat().st_mtime > LEFT_S:
@@ -154,7 +156,7 @@ def _retain(run: Path, keep_mb: float | None, keep_days: float | None, done: Com
             if is_over(path):  # one that could not be read
                 ages[path] = path.stat().st_mtime_ns
     oldest_first = sorted(ages, key=lambda path: (not path.name.endswith(DETAIL), ages[path]))
-    bytes_of = dict(sizes([*segments, *stored]))
+    bytes_of = dict(sizes([*segments, *stored, *(run / EVENTS_FOLDER).glob(f"[!.]*{SUMS}")]))
     total = sum(bytes_of.values())
     growing = sum(bytes_of.get(path, 0) for path in segments if path not in ages)
     most = None if keep_mb is None else max(keep_mb * MB, growing + keep_mb * MB / 2)

@@ -86,7 +86,7 @@ def read_stream(path: Path, steps: range | None = None, names: Collection[str] |
         if not reader.schema.equals(SCHEMA):
             raise ValueError("its columns are others")
     except (pa.ArrowException, OSError, ValueError) as error:
-        return Stream(path, None, STORED.empty_table(), len(content), False, f"no events can be read: {_first_line(error)}")
+        return Stream(path, None, STORED.empty_table(), len(content), False, f"no events can be read: {first_line(error)}")
     batches: list[pa.RecordBatch] = []
     rows, whole, cut = 0, 0, ""
     while True:
@@ -99,7 +99,7 @@ def read_stream(path: Path, steps: range | None = None, names: Collection[str] |
         except StopIteration:
             break
         except (pa.ArrowException, OSError, ValueError, IndexError) as error:
-            cut = _first_line(error)
+            cut = first_line(error)
             break
         rows, whole = rows + read, source.tell()
         batches.append(_chosen(pa.record_batch(columns, schema=pa.schema(list(STORED)[: len(SCHEMA)])), steps))
@@ -179,7 +179,7 @@ def read_parquet_facts(path: Path) -> tuple[Facts, Summary] | str:
     except FileNotFoundError:
         raise
     except (pa.ArrowException, OSError, ValueError) as error:
-        return f"no events can be read: {_first_line(error)}"
+        return f"no events can be read: {first_line(error)}"
     return (facts, summary) if schema.equals(STORED) else "no events can be read: its columns are others"
 
 
@@ -232,5 +232,6 @@ def _is_of_this_host(path: Path) -> bool:
     return facts is not None and facts.boot_id != "" and facts.boot_id == boot_id()
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says first, or its kind when it says nothing."""
     return (str(error) or type(error).__name__).splitlines()[0]

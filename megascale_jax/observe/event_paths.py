@@ -3,16 +3,40 @@
 events/PROCESS.SEGMENT.arrows               a segment; PROCESS: ROLE-RANK-START-PID
 events/PROCESS.SEGMENT.detail.parquet       its rows of devices, once nobody writes it any more
 events/PROCESS.SEGMENT.parquet              its other rows; there only once both are whole, and the segment does not count from then on
+events/steps.sums                           sums of all rows of devices that are Parquet (`sums_file.py`), which can be made again
 """
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from megascale_jax.errors import RunFolderError
 from megascale_jax.observe.events import EVENTS_FOLDER
 
 OPEN_SUFFIX = ".arrows"
 PARQUET, DETAIL = ".parquet", ".detail.parquet"
+SUMS = ".sums"
+_TRIES, _PAUSE_S = 3, 0.1
+
+
+def events_folder(run: Path) -> Path:
+    """The folder of a run's events. Raises RunFolderError when the run has none."""
+    folder = run / EVENTS_FOLDER
+    if not folder.is_dir():
+        raise RunFolderError(
+            f"{run} has no folder {EVENTS_FOLDER}; expected the folder of a run with train.events.enabled, such as runs/quickstart"
+        )
+    return folder
+
+
+def settled[Read](read: Callable[[], Read]) -> Read:
+    """What ``read`` makes of a run's files, again if one became Parquet, or retention took it, between two looks (FileNotFoundError)."""
+    for _ in range(_TRIES - 1):
+        with suppress(FileNotFoundError):
+            return read()
+        time.sleep(_PAUSE_S)
+    return read()
 
 
 def process_of(path: Path) -> str:

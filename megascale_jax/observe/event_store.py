@@ -5,9 +5,7 @@ no file, no network, and change nothing on disk, wherever the query came from.
 """
 
 import os
-import time
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,14 +15,12 @@ import duckdb
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from megascale_jax.errors import RunFolderError, UsageError
+from megascale_jax.errors import UsageError
 from megascale_jax.observe.event_files import STORED, Summary, Writer, read_facts, read_parquet_facts, read_stream, writer_of
-from megascale_jax.observe.event_paths import found, process_of
+from megascale_jax.observe.event_paths import events_folder, found, process_of, settled
 from megascale_jax.observe.event_segments import Facts
-from megascale_jax.observe.events import EVENTS_FOLDER
 
 VIEW = "events"
-_TRIES, _PAUSE_S = 3, 0.1
 MOST_MEMORY, MOST_THREADS = 4_000_000_000, 4
 """Bytes, no more than a quarter of the machine's memory, and processor cores that a query gets: a run may be at work beside it."""
 _SETTINGS = {
@@ -84,15 +80,8 @@ def read_events(run: Path, *, ranks: Collection[int] | None = None, steps: range
 
     ``steps`` leaves out what belongs to no step. Raises RunFolderError when the run has no events.
     """
-    if not (run / EVENTS_FOLDER).is_dir():
-        raise RunFolderError(
-            f"{run} has no folder {EVENTS_FOLDER}; expected the folder of a run with train.events.enabled, such as runs/quickstart"
-        )
-    for _ in range(_TRIES - 1):
-        with suppress(FileNotFoundError):  # it became Parquet, or retention took it, between two looks
-            return _read(run, ranks, steps)
-        time.sleep(_PAUSE_S)
-    return _read(run, ranks, steps)
+    events_folder(run)
+    return settled(lambda: _read(run, ranks, steps))
 
 
 def _read(run: Path, ranks: Collection[int] | None, steps: range | None) -> EventStore:

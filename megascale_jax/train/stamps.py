@@ -19,7 +19,8 @@ import numpy as np
 from megascale_jax.kernels.clock.api import STAMP, nanoseconds
 from megascale_jax.observe.events import STEP_END, Events
 from megascale_jax.observe.pulse import PASSED, Passed
-from megascale_jax.parallel.pipeline.stamps import IDLE, LAST_TICK, STEP_NAMES, STEP_SPAN, StepStamps
+from megascale_jax.observe.step_sums import IDLE, STEP_NAMES, STEP_SPAN
+from megascale_jax.parallel.pipeline.stamps import LAST_TICK, StepStamps
 from megascale_jax.parallel.plan import Plan
 
 _TRIES = 5

@@ -7,8 +7,8 @@ soon as it is free and what it needs is there. Idle slots take no time. So what 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from megascale_jax.observe.step_sums import Pass
 from megascale_jax.parallel.pipeline.schedule import Schedule
-from megascale_jax.parallel.pipeline.stamps import Pass
 
 
 @dataclass(frozen=True)

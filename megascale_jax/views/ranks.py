@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from megascale_jax.errors import RunFolderError, UsageError
+from megascale_jax.errors import UsageError
 from megascale_jax.observe.event_files import read_facts, read_parquet_facts
-from megascale_jax.observe.event_paths import OPEN_SUFFIX, found, process_of
+from megascale_jax.observe.event_paths import OPEN_SUFFIX, events_folder, found, process_of
 from megascale_jax.observe.event_segments import Facts
-from megascale_jax.observe.events import EVENTS_FOLDER
 
 
 def parse_numbers(text: str | None, option: str) -> set[int] | None:
@@ -25,8 +24,7 @@ def parse_numbers(text: str | None, option: str) -> set[int] | None:
 
 def files_of_trainers(run: Path) -> dict[str, list[Path]]:
     """Event files of every training process, oldest first. Raises RunFolderError when the run has none."""
-    if not (run / EVENTS_FOLDER).is_dir():
-        raise RunFolderError(f"{run} has no folder {EVENTS_FOLDER}; expected the folder of a run with train.events.enabled")
+    events_folder(run)
     segments, stored = found(run)
     files: dict[str, list[Path]] = {}
     for path in sorted((*segments, *stored)):

@@ -6,28 +6,20 @@ steps the newest mesh counts, and what ran on others is left out.
 """
 
 from dataclasses import dataclass
-from typing import get_args
+from pathlib import Path
 
 import numpy as np
 
 from megascale_jax.config.layout import MeshShape
 from megascale_jax.errors import UsageError
 from megascale_jax.observe.event_segments import Facts
-from megascale_jax.observe.event_store import EventStore
+from megascale_jax.observe.event_sums import RunSums, SumsReader
 from megascale_jax.observe.events import STEP_END
-from megascale_jax.parallel.pipeline.stamps import IDLE, STEP_NAMES, STEP_SPAN, Pass
+from megascale_jax.observe.step_sums import COLUMNS, FIELDS, IDLE, NONE, OPTIMIZER, PASSES, STEP_SPAN, WAITS
 
-PASSES: tuple[str, ...] = tuple(name for name in get_args(Pass) if name != "step")
-"""What a device computes in a step, by the names of its sums."""
-OPTIMIZER = STEP_NAMES[-1]
 COMPUTED = (*PASSES, OPTIMIZER)
 """Names of computation."""
-WAIT_LANES = ("tensor", "pipe", "data")
-
-_WAITS = (*((f"{name} wait", lane) for name in PASSES for lane in WAIT_LANES), *((name, "data") for name in STEP_NAMES[:-1]))
-_COLUMNS = (*((name, "compute") for name in (*PASSES, IDLE)), *_WAITS, (OPTIMIZER, "compute"), (STEP_SPAN, "compute"))
-"""Name and lane of every sum that a step has."""
-SUMS = (*dict.fromkeys(name for name, _ in _COLUMNS), STEP_END)
+SUMS = (*dict.fromkeys(name for name, _ in COLUMNS), STEP_END)
 """Names of rows that a device has of every step; what else it has are the phases of a detailed step."""
 
 
@@ -59,38 +51,34 @@ class StepTimes:
         return np.sum([*self.waits.values()], axis=0) if self.waits else np.zeros_like(self.whole)
 
 
-def read_step_times(store: EventStore, steps: tuple[int | None, int | None] = (None, None)) -> StepTimes:
-    """The times of the steps ``first <= step < end``, either may be None. Raises UsageError if the run has no stamps of any."""
-    first, end = steps
-    within = "".join(f" and step {sign} {int(bound)}" for sign, bound in ((">=", first), ("<", end)) if bound is not None)
-    mesh, owners, chosen, others = _mesh(store, within)
-    within += f" and process in ({', '.join(map(quoted, chosen))})" if chosen else ""
-    whole_steps = f"from events where name = '{STEP_SPAN}' and lane = 'compute' and device >= 0{within}"
-    again = store.sql(f"select 1 {whole_steps} group by step, device having count(*) > 1 limit 1")
-    by_process = again.num_rows > 0 or bool(chosen)
-    table = store.sql(_query(within, by_process=by_process))
-    if not table.num_rows:
-        raise UsageError(f"no stamps of {_range_text(steps)}; expected a run with train.events.stamps and at least one step of these")
-    oldest_first = np.argsort(table["began_ns"].to_numpy(), kind="stable")
-    column = {name: table[name].to_numpy()[oldest_first] for name in table.column_names}
-    found, at = np.unique(column["step"], return_inverse=True)
+def read_step_times(run: Path | SumsReader, steps: tuple[int | None, int | None] = (None, None)) -> StepTimes:
+    """The times of the steps ``first <= step < end``, either may be None. Whoever asks again and again gives one reader.
+
+    Raises RunFolderError if the run has no events, and UsageError if it has no stamps of any of these steps.
+    """
+    read = (run if isinstance(run, SumsReader) else SumsReader(run)).read(*steps)
+    mesh, owners, counted, others = _mesh(read)
+    again, column, process = _newest(read, counted)
     place = column["device"]
+    if not place.size:
+        raise UsageError(f"no stamps of {_range_text(steps)}; expected a run with train.events.stamps and at least one step of these")
     if place.max() >= mesh.size:
         raise UsageError(f"events of device {place.max()}, but the run's mesh has {mesh.size} devices; its events are of different runs")
+    found, at = np.unique(column["step"], return_inverse=True)
     whole = _known(column, place // (mesh.data * mesh.tensor), mesh.pipe)
     arrays: dict[tuple[str, str], np.ndarray] = {}
-    for number, key in enumerate(_COLUMNS):
-        seconds = column[f"c{number}"] / 1e9
-        if key != (IDLE, "compute") and np.isnan(seconds[whole]).all():
+    for key, name in zip(COLUMNS, FIELDS[-len(COLUMNS) :], strict=True):
+        is_known = whole & (column[name] != NONE)
+        if key != (IDLE, "compute") and not is_known.any():
             continue
         array = np.full((found.size, mesh.size), np.nan)
-        array[at, place] = np.where(whole, seconds, np.nan)
+        array[at, place] = np.where(is_known, column[name] / 1e9, np.nan)
         arrays[key] = array.reshape(-1, mesh.pipe, mesh.data, mesh.tensor)
     if (STEP_SPAN, "compute") not in arrays:
         raise UsageError(f"the stamps of {_range_text(steps)} are incomplete on every device; expected at least one whole step")
-    processes = np.full((found.size, mesh.size), None) if by_process else None
+    processes = np.full((found.size, mesh.size), None) if again or others else None
     if processes is not None:
-        processes[at, place] = column["process"]
+        processes[at, place] = np.array(read.processes, object)[process]
     length = arrays[STEP_SPAN, "compute"]
     idle = arrays[IDLE, "compute"]
     return StepTimes(
@@ -99,38 +87,35 @@ def read_step_times(store: EventStore, steps: tuple[int | None, int | None] = (N
         tuple("" if owner is None else owner.host for owner in owners),
         {name: arrays[name, "compute"] for name in COMPUTED if (name, "compute") in arrays},
         np.where(np.isnan(length), np.nan, np.nan_to_num(idle)),
-        {key: arrays[key] for key in _WAITS if key in arrays},
+        {key: arrays[key] for key in WAITS if key in arrays},
         length,
-        (*others, *_notes(found, length)),
+        (*read.notes, *others, *_notes(found, length)),
         processes,
         tuple(-1 if owner is None else owner.rank for owner in owners),
     )
 
 
-def _query(within: str, *, by_process: bool) -> str:
-    """One row for each device and step, and each process if some ran a step again, which takes longer.
+def _newest(read: RunSums, counted: np.ndarray) -> tuple[bool, dict[str, np.ndarray], np.ndarray]:
+    """Whether processes ran a step of a device again; of each step and device the sums by field of the process that began it last; which.
 
-    A detailed step has the spans outside of ticks twice, so `max`.
+    ``counted``: whether a process counts, bool[process].
     """
-    codes = ", ".join(f"('{name}', '{lane}', {code})" for code, (name, lane) in enumerate(_COLUMNS))
-    once = {*STEP_NAMES, STEP_SPAN}
-    sums = ", ".join(
-        f"{'max' if name in once else 'sum'}(lasted) filter (code = {code}) as c{code}" for code, (name, _) in enumerate(_COLUMNS)
-    )
-    return (
-        f"with codes(name, lane, code) as (values {codes}) "
-        f"select step, device, {'process::varchar as process, ' if by_process else ''}min(unix_ns) as began_ns, {sums}, "
-        f"count(*) filter (code < {len(PASSES) + 1}) as computes, "
-        f"count(*) filter (code = {len(_COLUMNS) - 1}) as times "
-        f"from (select *, duration_ns::double as lasted from events) join codes using (name, lane) "
-        f"where device >= 0 and step >= 0{within} group by {'process, ' if by_process else ''}step, device"
-    )
+    sums, process = read.sums, read.process
+    if not counted.all():
+        sums, process = sums[:, counted[process]], process[counted[process]]
+    column = dict(zip(FIELDS, sums, strict=True))
+    order = np.lexsort((column["began_ns"], column["device"], column["step"]))
+    step, device = column["step"][order], column["device"][order]
+    is_last = np.ones(order.size, bool)
+    is_last[:-1] = (np.diff(step) != 0) | (np.diff(device) != 0)
+    chosen = order if is_last.all() else order[is_last]
+    return not is_last.all(), {name: values[chosen] for name, values in column.items()}, process[chosen]
 
 
 def _known(column: dict[str, np.ndarray], stage: np.ndarray, stages: int) -> np.ndarray:
     """Which rows are whole, bool[rows]: one step, and as many sums and kinds of sums as other devices of the stage have."""
-    known = column["times"] == 1
-    kinds = np.sum([~np.isnan(column[f"c{number}"]) for number in range(len(_COLUMNS))], axis=0)
+    known = column["spans"] == 1
+    kinds = np.sum([column[name] != NONE for name in FIELDS[-len(COLUMNS) :]], axis=0)
     for count in (column["computes"], kinds):
         most = np.zeros(stages, np.int64)
         np.maximum.at(most, stage[known], count[known])
@@ -154,36 +139,31 @@ def _notes(steps: np.ndarray, length: np.ndarray) -> tuple[str, ...]:
 _SHOWN = 8
 
 
-def quoted(name: str) -> str:
-    """A name as a string of SQL."""
-    return "'" + name.replace("'", "''") + "'"
-
-
-def _mesh(store: EventStore, within: str) -> tuple[MeshShape, list[Facts | None], tuple[str, ...], tuple[str, ...]]:
-    """The mesh and every device's process, by what processes say; to which processes the steps are restricted, empty: to none; notes."""
-    described = [file for file in store.files if file.facts is not None and file.facts.role == "trainer" and file.facts.mesh is not None]
-    described.sort(key=lambda file: file.summary.last_unix_ns)
-    stated = [(file.process, file.facts) for file in described if file.facts is not None]
-    chosen, notes = (), ()
-    if len({facts.mesh for _, facts in stated}) > 1:
-        table = store.sql(f"select distinct process::varchar as process from events where name = '{STEP_SPAN}' and device >= 0{within}")
-        there = set(table["process"].to_pylist())
-        stated = [(process, facts) for process, facts in stated if process in there] or stated[-1:]
-    meshes = list(dict.fromkeys(facts.mesh for _, facts in reversed(stated) if facts.mesh is not None))
+def _mesh(read: RunSums) -> tuple[MeshShape, list[Facts | None], np.ndarray, tuple[str, ...]]:
+    """The mesh and every device's process, by what processes say; which processes count, bool[process]; notes."""
+    described = [source for source in read.sources if source.facts.role == "trainer" and source.facts.mesh is not None]
+    described.sort(key=lambda source: source.last_unix_ns)
+    counted, notes = np.ones(len(read.processes), bool), ()
+    if len({source.facts.mesh for source in described}) > 1:
+        with_steps = np.unique(read.process[read.sums[FIELDS.index("spans")] > 0])
+        there = {read.processes[number] for number in with_steps}
+        described = [source for source in described if source.process in there] or described[-1:]
+    meshes = list(dict.fromkeys(source.facts.mesh for source in reversed(described) if source.facts.mesh is not None))
     if not meshes:
         raise UsageError("the run's processes state 0 meshes; expected one: choose a run whose trainers wrote their events")
     mesh = MeshShape(*meshes[0])
     if len(meshes) > 1:
-        stated = [(process, facts) for process, facts in stated if facts.mesh == meshes[0]]
-        chosen = tuple(dict.fromkeys(process for process, _ in stated))
+        described = [source for source in described if source.facts.mesh == meshes[0]]
+        of_mesh = {source.process for source in described}
+        counted = np.array([process in of_mesh for process in read.processes])
         shown = ", ".join("x".join(map(str, one)) for one in meshes[1:])
         notes = (f"the mesh changed within these steps: those on {shown} are left out, {'x'.join(map(str, meshes[0]))} is the newest",)
     owners: list[Facts | None] = [None] * mesh.size
-    for _, facts in stated:
-        for device in facts.devices:
+    for source in described:
+        for device in source.facts.devices:
             if device < mesh.size:
-                owners[device] = facts
-    return mesh, owners, chosen, notes
+                owners[device] = source.facts
+    return mesh, owners, counted, notes
 
 
 def _range_text(steps: tuple[int | None, int | None]) -> str:

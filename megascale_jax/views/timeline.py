@@ -17,8 +17,9 @@ from megascale_jax.errors import UsageError
 from megascale_jax.observe.event_segments import Facts
 from megascale_jax.observe.event_store import EventStore, read_events
 from megascale_jax.observe.offsets import FEWEST, offsets
+from megascale_jax.observe.step_sums import STEP_NAMES, STEP_SPAN, Pass
 from megascale_jax.parallel.pipeline.schedule import Schedule
-from megascale_jax.parallel.pipeline.stamps import STEP_NAMES, STEP_SPAN, Pass, pass_of
+from megascale_jax.parallel.pipeline.stamps import pass_of
 from megascale_jax.views.step_processes import SPANS
 
 UNIT_PASSES: tuple[Pass, ...] = ("forward", "backward", "weight")

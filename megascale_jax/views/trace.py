@@ -17,8 +17,8 @@ from statistics import median
 from typing import Any
 
 from megascale_jax.observe.events import LANES
+from megascale_jax.observe.step_sums import IDLE, Pass
 from megascale_jax.parallel.pipeline.schedule import Schedule
-from megascale_jax.parallel.pipeline.stamps import IDLE, Pass
 from megascale_jax.views.ideal import ideal_units
 from megascale_jax.views.schedule import unit_label
 from megascale_jax.views.timeline import UNIT_LANES, Device, Row, Timeline

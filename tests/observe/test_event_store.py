@@ -22,6 +22,7 @@ from megascale_jax.observe.event_compaction import DELETIONS, LOCK, compact
 from megascale_jax.observe.event_files import is_over, read_stream
 from megascale_jax.observe.event_paths import DETAIL, PARQUET
 from megascale_jax.observe.event_store import read_events
+from megascale_jax.observe.event_sums import STEPS_SUMS
 from megascale_jax.observe.events import ANCHOR, STEP_END, Events
 
 LIMIT_S = 60
@@ -51,7 +52,7 @@ def write(folder, *, closed=True, devices_ns=20, **given):
 
 
 def files(run, pattern="*"):
-    return sorted(path for path in (run / "events").glob(pattern) if path.name not in (DELETIONS, LOCK))
+    return sorted(path for path in (run / "events").glob(pattern) if path.name not in (DELETIONS, LOCK, STEPS_SUMS))
 
 
 def names(run, **given):
@@ -297,7 +298,8 @@ def test_rows_of_devices_go_first_and_deletions_are_on_record(tmp_path):
         write(tmp_path, attempt=attempt, devices_ns=time.monotonic_ns() + 10**12)  # newer than all else, and go first all the same
     compact(tmp_path)
     host, detail = files(tmp_path, f"*0{PARQUET}"), files(tmp_path, f"*{DETAIL}")
-    size = sum(path.stat().st_size for path in (*host, *detail))
+    sums = (tmp_path / "events" / STEPS_SUMS).stat().st_size
+    size = sum(path.stat().st_size for path in (*host, *detail)) + sums
     done = compact(tmp_path, keep_mb=(size - detail[0].stat().st_size - 1) / 1e6)
     assert len(done.deleted) == 2 and set(done.deleted) < set(detail)
     assert set(compact(tmp_path, keep_mb=sum(path.stat().st_size for path in host) / 1e6 - 1e-6).deleted) >= set(detail) - set(done.deleted)
@@ -310,7 +312,7 @@ def test_rows_of_devices_go_first_and_deletions_are_on_record(tmp_path):
 def test_living_writers_leave_half_of_the_limit_to_what_is_over(tmp_path):
     write(tmp_path)
     compact(tmp_path)
-    over = sum(path.stat().st_size for path in files(tmp_path))
+    over = sum(path.stat().st_size for path in (*files(tmp_path), tmp_path / "events" / STEPS_SUMS))
     out = write(tmp_path, rank=1, closed=False)
     (path,) = files(tmp_path, "*.arrows")
     growing = path.stat().st_size

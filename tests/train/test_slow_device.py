@@ -46,8 +46,8 @@ def test_a_device_that_sleeps_in_its_backward_pass_is_named(tmp_path, monkeypatc
         if step:  # the first one compiles
             writer.write(step, jax.block_until_ready(metrics["stamps"]))
     events.close()
+    times = read_step_times(tmp_path)
     with read_events(tmp_path) as store:
-        times = read_step_times(store)
         replays, _ = read_replays(store, times)
     assert times.steps.size == STEPS and times.notes == () and len(replays) == 4
     found = find_slow(times).devices

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 
 from megascale_jax.observe.events import Events
+from megascale_jax.observe.step_sums import STEP_NAMES
 from megascale_jax.parallel.pipeline.operations import fill_operations, settle_operations
 from megascale_jax.parallel.pipeline.phases import plan_phases, plan_tick
 from megascale_jax.parallel.pipeline.schedule import Schedule
 from megascale_jax.parallel.pipeline.shape import HEAD_GEMMS, TickShape
-from megascale_jax.parallel.pipeline.stamps import STEP_NAMES, StepStamps, pass_of, step_stamps
+from megascale_jax.parallel.pipeline.stamps import StepStamps, pass_of, step_stamps
 from megascale_jax.train.stamps import StampEvents
 
 BASE_S = {"forward": 1e-3, "backward": 2e-3, "weight": 1e-3, "head": 1e-3, "embed": 0.5e-3, "optimizer": 1e-3}

@@ -25,8 +25,8 @@ def slow_backward(of, p, d, t, step):
 
 
 def opened(run):
+    times = read_step_times(run)
     with read_events(run) as store:
-        times = read_step_times(store)
         return times, read_replays(store, times)[0]
 
 
@@ -115,8 +115,8 @@ def test_of_a_detailed_step_that_was_run_again_only_the_last_run_is_replayed(tmp
 
 
 def test_more_rows_than_can_be_held_are_fewer_steps(tmp_path, monkeypatch):
-    with read_events(made_run(tmp_path)) as store:
-        times = read_step_times(store)
+    times = read_step_times(made_run(tmp_path))
+    with read_events(tmp_path) as store:
         rows = store.sql("select 1 from events where step = 16 and tick >= 0 and lane <> ''").num_rows
         for most, expected in ((rows, [16]), (rows // 2, [])):
             monkeypatch.setattr(phases_replay, "MOST_ROWS", most)

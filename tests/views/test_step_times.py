@@ -5,7 +5,6 @@ import pytest
 
 from megascale_jax.config.layout import MeshShape
 from megascale_jax.errors import UsageError
-from megascale_jax.observe.event_store import read_events
 from megascale_jax.observe.events import Events
 from megascale_jax.views.step_times import COMPUTED, read_step_times
 from tests.views.made_run import made_run, made_stamps, play
@@ -14,8 +13,7 @@ MESH = (2, 2, 2)
 
 
 def read(run, steps=(None, None)):
-    with read_events(run) as store:
-        return read_step_times(store, steps)
+    return read_step_times(run, steps)
 
 
 def test_all_time_of_a_step_is_computed_idle_or_waited(tmp_path):

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple, cast
 import numpy as np
 
 from megascale_jax import axes
+from megascale_jax.observe.step_sums import STEP_NAMES, Pass
 from megascale_jax.parallel.pipeline.loops import training_loops
 from megascale_jax.parallel.pipeline.phases import TickPlan
 from megascale_jax.parallel.pipeline.schedule import Schedule, TickKind
@@ -23,8 +24,6 @@ from megascale_jax.parallel.pipeline.shape import TickShape
 
 Lane = Literal["compute", "tensor", "pipe", "data"]
 """What a span is drawn with: computing, or waiting for a collective over a mesh axis."""
-Pass = Literal["forward", "backward", "weight", "head", "embed", "step"]
-"""What a span belongs to; ``weight``: weight gradients, ``head``: loss included."""
 
 
 class Span(NamedTuple):
@@ -76,14 +75,6 @@ def tick_spans(plan: TickPlan) -> tuple[int, tuple[Span, ...]]:
             spans.append(Span(TOGETHER.join(phase.collectives), axis, of, last, last + 1))
             last += 1
     return last + 1, tuple(spans)
-
-
-STEP_SPAN = "step"
-"""Span of a whole step on a device."""
-IDLE = "idle"
-"""What a device computes on nothing: slots of the pipeline without a unit."""
-STEP_NAMES = ("gather first chunk", "scatter last chunk", "gradient norm", "optimizer")
-"""Spans outside the ticks, in order; between the first two are the fill and the ticks."""
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megascale_jax.observe.step_sums import STEP_NAMES
 from megascale_jax.parallel.pipeline.loops import training_loops
 from megascale_jax.parallel.pipeline.operations import fill_operations, settle_operations
 from megascale_jax.parallel.pipeline.phases import plan_phases, plan_tick
 from megascale_jax.parallel.pipeline.schedule import Schedule, TickKind
 from megascale_jax.parallel.pipeline.shape import HEAD_GEMMS, TickShape
-from megascale_jax.parallel.pipeline.stamps import STEP_NAMES, step_stamps, tick_spans
+from megascale_jax.parallel.pipeline.stamps import step_stamps, tick_spans
 
 GRIDS = st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(1, 3), st.sampled_from([0, 1]), st.booleans(), st.booleans())
 """Stages, chunks a stage, micro-batches over stages, backward delay, halves of the sequence, recomputation."""
