@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,7 +32,7 @@ def main(
     devices: Annotated[int, typer.Option(min=1, help="devices, of which each is a process")] = int(np.prod(MESH)),
     steps: Annotated[int, typer.Option(min=8, help="steps")] = 100,
     rounds: Annotated[int, typer.Option(min=1, help="rounds by sums; by rows and in SQL there is one")] = 3,
-    folder: Annotated[Path | None, typer.Option(help="for the run's files; default: a temporary one")] = None,
+    folder: Annotated[Path | None, typer.Option(help="of the run, made if it is not there, and kept; default: temporary")] = None,
     way: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Measure, print and write JSON."""
@@ -39,10 +40,13 @@ def main(
         print(json.dumps(read(folder, way)))
         return
     command = f"python benchmarks/bench_sums.py --json PATH --devices {devices} --steps {steps} --rounds {rounds}"
-    record: dict[str, Any] = birth_certificate(ROOT, command) | {"devices": devices, "steps": steps}
-    with tempfile.TemporaryDirectory(dir=folder) as name:
-        run = Path(name)
-        record |= made(run, devices, steps)
+    record: dict[str, Any] = birth_certificate(ROOT, command)
+    with tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as name:
+        run, about = Path(name), Path(name) / "made.json"
+        if not about.exists():
+            run.mkdir(parents=True, exist_ok=True)
+            about.write_text(json.dumps({"devices": devices, "steps": steps, **made(run, devices, steps)}))
+        record |= json.loads(about.read_text())
         print({key: record[key] for key in ("rows", "write", "compaction", "num_bytes")}, flush=True)
         found: dict[str, list[dict[str, Any]]] = {one: [] for one in WAYS}
         for one in (*["sums"] * rounds, "rows", "SQL", "sums"):
@@ -113,7 +117,7 @@ def read(run: Path, way: str) -> dict[str, Any]:
         found["read"] = by_sql(run)
     else:
         if way == "rows":
-            event_sums._frames = lambda run: {}
+            event_sums.read_frames = lambda path: ([], 0)
         times = read_step_times(run)
         found["read_s"] = time.perf_counter() - began
         assert not np.isnan(times.whole).any()

@@ -5,6 +5,7 @@
 A segment that nobody writes any more becomes two files beside it, rows of devices and all else, each renamed to its name once it is on the
 disk, the second one last: from then on the segment does not count, and is removed. So a compaction may be killed at any moment and
 begun again. One works on a run at a time; writers are never waited for, nor disturbed.
+At its end it completes the file of sums (`event_sums.py`), which only saves others to read rows.
 
 Retention removes whole files, rows of devices first, oldest first, and writes each into ``deletions.jsonl``. What is still written to
 counts and stays, and leaves at least half of the limit to the rest.

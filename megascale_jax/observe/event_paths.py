@@ -46,17 +46,29 @@ def process_of(path: Path) -> str:
 
 def segment_of(path: Path) -> str:
     """The same with the number of the segment: ``trainer-00003-1796072103-77.00000``."""
-    return ".".join(path.name.split(".")[:2])
+    return _segment(path.name)
+
+
+def _segment(name: str) -> str:
+    return ".".join(name.split(".", 2)[:2])
 
 
 def found(run: Path) -> tuple[list[Path], list[Path]]:
     """Segments that count, and Parquet files that do, in a run's folder. A segment that has become Parquet does not, once that is whole."""
     folder = run / EVENTS_FOLDER
-    segments = sorted(folder.glob(f"[!.]*{OPEN_SUFFIX}"))
-    stored = sorted(folder.glob(f"[!.]*{PARQUET}"))
-    whole = {segment_of(path) for path in stored if not path.name.endswith(DETAIL)}
-    pending = {segment_of(path) for path in segments} - whole
-    return [path for path in segments if segment_of(path) in pending], [path for path in stored if segment_of(path) not in pending]
+    path_of = {path.name: path for path in folder.iterdir()} if folder.is_dir() else {}
+    segments, stored = counting(path_of)
+    return [path_of[name] for name in segments], [path_of[name] for name in stored]
+
+
+def counting(names: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The same of the names of all files of such a folder."""
+    names = sorted(name for name in names if not name.startswith("."))
+    stored = [name for name in names if name.endswith(PARQUET)]
+    whole = {_segment(name) for name in stored if not name.endswith(DETAIL)}
+    segments = [name for name in names if name.endswith(OPEN_SUFFIX) and _segment(name) not in whole]
+    pending = {*map(_segment, segments)}
+    return segments, [name for name in stored if _segment(name) not in pending]
 
 
 def sizes(paths: Iterable[Path]) -> Iterator[tuple[Path, int]]:

@@ -4,7 +4,8 @@ Of rows of devices that are Parquet they lie in files of sums (`sums_file.py`), 
 because they are damaged or gone, is made of the rows, as is what is still written: the answer is the same, it takes longer.
 """
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megascale_jax.observe.event_files import first_line, read_parquet_facts, read_stream, writer_of
-from megascale_jax.observe.event_paths import DETAIL, SUMS, events_folder, found, process_of, settled, sizes
+from megascale_jax.observe.event_paths import DETAIL, SUMS, counting, events_folder, process_of, settled
 from megascale_jax.observe.event_segments import Facts
 from megascale_jax.observe.step_sums import COLUMNS, FIELDS, joined, sums_of
 from megascale_jax.observe.sums_file import StoredSums, frame_of, read_frames, update
@@ -57,45 +58,77 @@ class _Piece:
     note: str = ""
 
 
+class _Table:
+    """Sums one behind the other, copied at once: pieces are read into memory that is used again and again."""
+
+    def __init__(self, room: int):
+        self._all, self._count = np.empty((len(FIELDS), room), np.int64), 0
+
+    @property
+    def sums(self) -> np.ndarray:
+        return self._all[:, : self._count]
+
+    def add(self, sums: np.ndarray) -> int:
+        """Put them behind the others; how many they are."""
+        begin, end = self._count, self._count + sums.shape[1]
+        if end > self._all.shape[1]:
+            self._all = np.concatenate([self.sums, np.empty((len(FIELDS), 2 * end - begin), np.int64)], axis=1)
+        self._all[:, begin:end] = sums
+        self._count = end
+        return end - begin
+
+
 class SumsReader:
     """Reads a run's sums again and again: what has not changed since is not read from rows again."""
 
     def __init__(self, run: Path):
         self._run = run
-        self._made: dict[Path, tuple[int, _Piece]] = {}
+        self._made: dict[str, tuple[int, _Piece]] = {}
         """Pieces made of rows, with the bytes that the file had then; all steps."""
 
     def read(self, first: int | None = None, end: int | None = None) -> RunSums:
         """The sums of the steps ``first <= step < end``. Raises RunFolderError when the run has no events."""
-        events_folder(self._run)
-        pieces = settled(lambda: list(self._pieces(-1 if first is None else first, np.inf if end is None else end)))
-        sources = tuple(piece.source for piece in pieces if piece.source is not None)
-        processes = tuple(dict.fromkeys(source.process for source in sources))
-        numbers = {process: number for number, process in enumerate(processes)}
-        of = [(numbers[piece.source.process], piece.sums) for piece in pieces if piece.source is not None and piece.sums is not None]
-        sums = np.concatenate([np.empty((len(FIELDS), 0), np.int64), *(sums for _, sums in of)], axis=1)
-        process = np.repeat(np.array([number for number, _ in of], np.int64), [sums.shape[1] for _, sums in of])
-        return RunSums(*joined(sums, process), processes, sources, tuple(piece.note for piece in pieces if piece.note))
+        folder = events_folder(self._run)
+        return settled(lambda: self._read(folder, -1 if first is None else first, np.inf if end is None else end))
 
-    def _pieces(self, first: float, end: float) -> Iterator[_Piece]:
-        segments, stored = found(self._run)
-        details = dict(sizes(path for path in stored if path.name.endswith(DETAIL)))
-        growing = {path: path.stat().st_size for path in segments}
-        self._made = {path: made for path, made in self._made.items() if path in details or path in growing}
-        frames = _frames(self._run)
-        for path, num_bytes in details.items():
-            frame = frames.get(path.name)
-            kept = None if frame is None or frame.frame.source_bytes != num_bytes else _stored(frame, first, end)
-            yield kept or _within(self._of_rows(path, num_bytes), first, end)
-        for path, num_bytes in growing.items():
-            yield _within(self._of_rows(path, num_bytes), first, end)
+    def _read(self, folder: Path, first: float, end: float) -> RunSums:
+        segments, details, files = _listed(folder)
+        self._made = {name: self._made[name] for name in (*segments, *details) if name in self._made}
+        known = (one for name in files for one in read_frames(folder / name)[0])
+        frames = {one.frame.source: one for one in known if details.get(one.frame.source) == one.frame.source_bytes}
+        table, numbers = _Table(sum(one.frame.rows for one in frames.values())), dict[str, int]()
+        sources, process, counts, notes = [], [], [], []
+        for name, num_bytes in (*details.items(), *segments.items()):
+            piece = _stored(frames[name], first, end) if name in frames else None
+            piece = piece or self._of_rows(folder / name, num_bytes)
+            notes += [piece.note] if piece.note else []
+            if piece.source is not None:
+                sources.append(piece.source)
+                process.append(numbers.setdefault(piece.source.process, len(numbers)))
+                counts.append(0 if piece.sums is None else table.add(_within(piece.sums, first, end)))
+        sums, of = joined(table.sums, np.repeat(np.array(process, np.int64), counts))
+        return RunSums(sums, of, tuple(numbers), tuple(sources), tuple(notes))
 
     def _of_rows(self, path: Path, num_bytes: int) -> _Piece:
-        known = self._made.get(path)
+        known = self._made.get(path.name)
         if known is None or known[0] != num_bytes:
             known = num_bytes, _of_parquet(path) if path.name.endswith(DETAIL) else _of_segment(path)
-            self._made[path] = known
+            self._made[path.name] = known
         return known[1]
+
+
+def _listed(folder: Path) -> tuple[dict[str, int], dict[str, int], list[str]]:
+    """Bytes by name of the segments and of the files with rows of devices that count, and the files of sums."""
+    with os.scandir(folder) as entries:
+        entry_of = {entry.name: entry for entry in entries}
+    segments, stored = counting(entry_of)
+    details = [name for name in stored if name.endswith(DETAIL)]
+    files = sorted(name for name in entry_of if name.endswith(SUMS) and not name.startswith("."))
+    return _bytes_of(entry_of, segments), _bytes_of(entry_of, details), files
+
+
+def _bytes_of(entry_of: Mapping[str, os.DirEntry[str]], names: Iterable[str]) -> dict[str, int]:
+    return {name: entry_of[name].stat().st_size for name in names}
 
 
 def update_sums(run: Path) -> None:
@@ -104,7 +137,7 @@ def update_sums(run: Path) -> None:
     For one process at a time, which nothing that it reads is removed beside.
     """
     folder = events_folder(run)
-    details = {path.name: num_bytes for path, num_bytes in sizes(found(run)[1]) if path.name.endswith(DETAIL)}
+    details = _listed(folder)[1]
 
     def made(name: str) -> bytes | None:
         piece = _of_parquet(folder / name)
@@ -115,25 +148,18 @@ def update_sums(run: Path) -> None:
     update(folder / STEPS_SUMS, details, made)
 
 
-def _frames(run: Path) -> dict[str, StoredSums]:
-    """The newest frame of each file."""
-    return {one.frame.source: one for path in sorted(events_folder(run).glob(f"[!.]*{SUMS}")) for one in read_frames(path)[0]}
-
-
 def _stored(frame: StoredSums, first: float, end: float) -> _Piece | None:
     of = frame.frame
     source = Source(process_of(Path(of.source)), of.facts, of.last_unix_ns)
     if of.last_step < first or of.first_step >= end:
         return _Piece(source, None)
     sums = frame.sums()
-    return None if sums is None else _within(_Piece(source, sums), first, end)
+    return None if sums is None else _Piece(source, sums)
 
 
-def _within(piece: _Piece, first: float, end: float) -> _Piece:
-    if piece.sums is None:
-        return piece
-    is_within = (piece.sums[0] >= first) & (piece.sums[0] < end)
-    return piece if is_within.all() else _Piece(piece.source, piece.sums[:, is_within], piece.note)
+def _within(sums: np.ndarray, first: float, end: float) -> np.ndarray:
+    is_within = (sums[0] >= first) & (sums[0] < end)
+    return sums if is_within.all() else sums[:, is_within]
 
 
 def _of_parquet(path: Path) -> _Piece:

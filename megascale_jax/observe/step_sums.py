@@ -61,14 +61,14 @@ def sums_of(codes: np.ndarray, rows: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def joined(sums: np.ndarray, process: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """One column for each process, step and device of int64[`FIELDS`, n] and of ``process`` [n], whose rows several files may have."""
+    """One column for each process, step and device, in no order, of int64[`FIELDS`, n] and ``process`` [n]: several files may have rows of one."""
+    if not has_repeats(sums):
+        return sums, process
     order = np.lexsort((sums[1], sums[0], process))
     sums, process = sums[:, order], process[order]
     is_first = np.ones(order.size, bool)
     is_first[1:] = (np.diff(sums[:2], axis=1) != 0).any(axis=0) | (np.diff(process) != 0)
     first = np.flatnonzero(is_first)
-    if first.size == order.size:
-        return sums, process
     found = np.maximum.reduceat(sums, first, axis=1)
     found[_BEGAN] = np.minimum.reduceat(sums[_BEGAN], first)
     found[_COUNTS] = np.add.reduceat(sums[_COUNTS], first, axis=1)
@@ -76,3 +76,18 @@ def joined(sums: np.ndarray, process: np.ndarray) -> tuple[np.ndarray, np.ndarra
     added = np.add.reduceat(np.where(lasted == NONE, 0, lasted), first, axis=1)
     found[_FIRST + np.flatnonzero(~_ONCE)] = np.where(most == NONE, NONE, added)
     return found, process[first]
+
+
+def has_repeats(sums: np.ndarray) -> bool:
+    """Whether two columns of int64[`FIELDS`, n] are of the same step and device."""
+    step, device = sums[:2]
+    if not step.size:
+        return False
+    first, devices = step.min(), device.max() + 1
+    cells = (step - first) * devices + device
+    is_dense = (step.max() - first + 1) * devices <= _SPARSE * cells.size
+    return bool(np.bincount(cells).max() > 1) if is_dense else np.unique(cells).size < cells.size
+
+
+_SPARSE = 16
+"""Places of a table a column, beyond which sorting is cheaper than counting them."""

@@ -1,7 +1,7 @@
 """A file of sums (`step_sums.py`): one frame for each Parquet file with rows of devices, of any number of processes. No JAX.
 
     line of JSON: format and fields      frame      frame      ...
-    frame: _HEAD, a `Frame` as JSON, then the sums int64[fields, rows] in zstd
+    frame: _HEAD, a `Frame` as JSON, then the sums int64[fields, rows] in LZ4
 
 It is made of those files and only saves reading them: whatever is damaged, cut, of another format, or of a file that has changed or gone is
 not used, and the rows are read. Every part has a checksum, so what is used is what was written. One process at a time appends (`update`).
@@ -27,11 +27,13 @@ from megascale_jax.observe.step_sums import FIELDS
 FORMAT = 1
 MOST_DEAD = 0.25
 """Share of a file that may be of files that have gone, before it is written anew."""
-_START = json.dumps({"format": FORMAT, "fields": FIELDS}).encode() + b"\n"
 _HEAD = struct.Struct("<4sIIQQ")
 """Mark, bytes of the JSON and of the sums, checksums of both."""
 _MARK = b"SUMS"
-_CODEC = pa.Codec("zstd", 1)
+_CODEC_NAME = "lz4_raw"
+"""Six times as fast to read as zstd, and 1.4 times as large."""
+_CODEC = pa.Codec(_CODEC_NAME)
+_START = json.dumps({"format": FORMAT, "codec": _CODEC_NAME, "fields": FIELDS}).encode() + b"\n"
 
 
 class Frame(BaseModel):

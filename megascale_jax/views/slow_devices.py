@@ -87,13 +87,14 @@ def find_slow(times: StepTimes) -> SlowDevices:
     excess: dict[str, np.ndarray] = {}
     found: list[SlowDevice] = []
     for name, seconds in stages.items():
+        more = _beside_peers(seconds)
         with np.errstate(divide="ignore", invalid="ignore"):
-            relative = seconds / (seconds - _beside_peers(seconds)) - 1
+            relative = seconds / (seconds - more) - 1
         relative[~np.isfinite(relative)] = np.nan
         over = _median(relative)
         excess[name] = over.reshape(times.mesh.pipe, times.mesh.data, times.mesh.tensor)
         parts = np.sum([_median(part) >= LEAST_EXCESS for part in np.array_split(relative, PARTS)], axis=0)
-        cost = _median(_beside_peers(seconds))
+        cost = _median(more)
         enough = (~np.isnan(relative)).sum(axis=0) >= FEWEST_STEPS
         slow = enough & (over >= np.maximum(LEAST_EXCESS, SIGMAS * _deviation(relative, over))) & (parts >= HOLDS)
         slow &= (cost >= LEAST_SHARE * length) & (less >= LEAST_EVIDENCE * cost)

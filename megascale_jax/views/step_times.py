@@ -15,7 +15,7 @@ from megascale_jax.errors import UsageError
 from megascale_jax.observe.event_segments import Facts
 from megascale_jax.observe.event_sums import RunSums, SumsReader
 from megascale_jax.observe.events import STEP_END
-from megascale_jax.observe.step_sums import COLUMNS, FIELDS, IDLE, NONE, OPTIMIZER, PASSES, STEP_SPAN, WAITS
+from megascale_jax.observe.step_sums import COLUMNS, FIELDS, IDLE, NONE, OPTIMIZER, PASSES, STEP_SPAN, WAITS, has_repeats
 
 COMPUTED = (*PASSES, OPTIMIZER)
 """Names of computation."""
@@ -65,14 +65,15 @@ def read_step_times(run: Path | SumsReader, steps: tuple[int | None, int | None]
     if place.max() >= mesh.size:
         raise UsageError(f"events of device {place.max()}, but the run's mesh has {mesh.size} devices; its events are of different runs")
     found, at = np.unique(column["step"], return_inverse=True)
+    cells = at * mesh.size + place
     whole = _known(column, place // (mesh.data * mesh.tensor), mesh.pipe)
     arrays: dict[tuple[str, str], np.ndarray] = {}
     for key, name in zip(COLUMNS, FIELDS[-len(COLUMNS) :], strict=True):
         is_known = whole & (column[name] != NONE)
         if key != (IDLE, "compute") and not is_known.any():
             continue
-        array = np.full((found.size, mesh.size), np.nan)
-        array[at, place] = np.where(is_known, column[name] / 1e9, np.nan)
+        array = np.full(found.size * mesh.size, np.nan)
+        array[cells] = np.where(is_known, column[name] / 1e9, np.nan)
         arrays[key] = array.reshape(-1, mesh.pipe, mesh.data, mesh.tensor)
     if (STEP_SPAN, "compute") not in arrays:
         raise UsageError(f"the stamps of {_range_text(steps)} are incomplete on every device; expected at least one whole step")
@@ -104,12 +105,14 @@ def _newest(read: RunSums, counted: np.ndarray) -> tuple[bool, dict[str, np.ndar
     if not counted.all():
         sums, process = sums[:, counted[process]], process[counted[process]]
     column = dict(zip(FIELDS, sums, strict=True))
+    if not has_repeats(sums):
+        return False, column, process
     order = np.lexsort((column["began_ns"], column["device"], column["step"]))
     step, device = column["step"][order], column["device"][order]
     is_last = np.ones(order.size, bool)
     is_last[:-1] = (np.diff(step) != 0) | (np.diff(device) != 0)
-    chosen = order if is_last.all() else order[is_last]
-    return not is_last.all(), {name: values[chosen] for name, values in column.items()}, process[chosen]
+    chosen = order[is_last]
+    return True, {name: values[chosen] for name, values in column.items()}, process[chosen]
 
 
 def _known(column: dict[str, np.ndarray], stage: np.ndarray, stages: int) -> np.ndarray:
