@@ -33,6 +33,8 @@ Writer = Literal["alive", "none", "unknown"]
 """Of a segment; ``unknown``: its host's locks do not tell, and it has changed not long ago."""
 _END = b"\xff\xff\xff\xff\0\0\0\0"
 """Last bytes of a stream that was closed."""
+_IN_ONE_THREAD = pa.ipc.IpcReadOptions(use_threads=False)
+"""A batch is a flush, mostly small: handing its columns to threads takes longer than to read them."""
 _WORD = pa.string()
 STORED = pa.schema(
     [
@@ -81,7 +83,7 @@ def read_stream(path: Path, steps: range | None = None, names: Collection[str] |
     content = path.read_bytes()
     source = pa.BufferReader(content)
     try:
-        reader = pa.ipc.open_stream(source)
+        reader = pa.ipc.open_stream(source, options=_IN_ONE_THREAD)
         facts = Facts.model_validate_json((reader.schema.metadata or {}).get(FACTS, b""))
         if not reader.schema.equals(SCHEMA):
             raise ValueError("its columns are others")
@@ -93,16 +95,14 @@ def read_stream(path: Path, steps: range | None = None, names: Collection[str] |
         try:
             batch = reader.read_next_batch()
             batch.validate(full=True)
-            read = batch.num_rows
-            batch = batch if names is None else _of_names(batch, {*names, ANCHOR, DROPPED})
-            columns = [pc.cast(batch.column(field.name), STORED.field(field.name).type) for field in SCHEMA]
+            chosen = _chosen(batch, steps, names)
         except StopIteration:
             break
         except (pa.ArrowException, OSError, ValueError, IndexError) as error:
             cut = first_line(error)
             break
-        rows, whole = rows + read, source.tell()
-        batches.append(_chosen(pa.record_batch(columns, schema=pa.schema(list(STORED)[: len(SCHEMA)])), steps))
+        rows, whole = rows + batch.num_rows, source.tell()
+        batches += [chosen] if chosen.num_rows else []
     is_closed = not cut and content.endswith(_END) and source.tell() == len(content)
     if not cut and not is_closed and whole < len(content):
         cut = "there is something else behind the last batch"
@@ -110,22 +110,22 @@ def read_stream(path: Path, steps: range | None = None, names: Collection[str] |
     return Stream(path, facts, _complete(batches, facts, process_of(path)), len(content), is_closed, note)
 
 
-def _of_names(batch: pa.RecordBatch, names: Collection[str]) -> pa.RecordBatch:
-    column = batch.column("name")
-    codes = [code for code, name in enumerate(column.dictionary.to_pylist()) if name in names]
-    return batch.filter(pa.array(np.isin(column.indices.to_numpy(), codes)))
-
-
-def _chosen(batch: pa.RecordBatch, steps: range | None) -> pa.RecordBatch:
-    if steps is None:
+def _chosen(batch: pa.RecordBatch, steps: range | None, names: Collection[str] | None) -> pa.RecordBatch:
+    """The rows of these steps and names, and notes of the files themselves."""
+    if steps is None and names is None:
         return batch
-    step = batch.column("step").to_numpy()
-    is_note = np.isin(batch.column("name").to_numpy(zero_copy_only=False), [ANCHOR, DROPPED])
-    return batch.filter(pa.array(is_note | ((step >= steps.start) & (step < steps.stop))))
+    column = batch.column("name")
+    code, known = column.indices.to_numpy(), column.dictionary.to_pylist()
+    is_wanted = np.array([names is None or name in names for name in known], bool)[code]
+    if steps is not None:
+        step = batch.column("step").to_numpy()
+        is_wanted &= (step >= steps.start) & (step < steps.stop)
+    is_note = np.array([name in (ANCHOR, DROPPED) for name in known], bool)[code]
+    return batch.filter(pa.array(is_wanted | is_note))
 
 
 def _complete(batches: list[pa.RecordBatch], facts: Facts, process: str) -> pa.Table:
-    table = pa.Table.from_batches(batches, pa.schema(list(STORED)[: len(SCHEMA)]))
+    table = pa.Table.from_batches(batches, SCHEMA).cast(pa.schema(list(STORED)[: len(SCHEMA)]))
     number = table.num_rows
     for name, value in (("process", process), ("role", facts.role), ("host", facts.host), ("rank", facts.rank), ("attempt", facts.attempt)):
         field = STORED.field(name)

@@ -61,7 +61,7 @@ def sums_of(codes: np.ndarray, rows: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def joined(sums: np.ndarray, process: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """One column for each process, step and device, in no order, of int64[`FIELDS`, n] and ``process`` [n]: several files may have rows of one."""
+    """One column for each process, step and device, in no order: of int64[`FIELDS`, n] and ``process`` [n] several may be of one."""
     if not has_repeats(sums):
         return sums, process
     order = np.lexsort((sums[1], sums[0], process))

@@ -316,11 +316,11 @@ def test_living_writers_leave_half_of_the_limit_to_what_is_over(tmp_path):
     out = write(tmp_path, rank=1, closed=False)
     (path,) = files(tmp_path, "*.arrows")
     growing = path.stat().st_size
-    done = compact(tmp_path, keep_mb=(growing + over) / 1e6)
+    done = compact(tmp_path, keep_mb=(growing + over + 1) / 1e6)  # one to spare for the division
     assert done.deleted == [] and done.notes == []
     with path.open("ab") as file:  # more than the limit alone
         file.truncate(10 * over)
-    done = compact(tmp_path, keep_mb=2 * over / 1e6)
+    done = compact(tmp_path, keep_mb=(2 * over + 1) / 1e6)
     assert done.deleted == [] and len(done.notes) == 1 and "are still written to" in done.notes[0]
     done = compact(tmp_path, keep_mb=(2 * over - 2) / 1e6)
     assert [path.name.endswith(DETAIL) for path in done.deleted] == [True] and path.exists()
