@@ -21,7 +21,6 @@ import numpy as np
 import typer
 from step_report import birth_certificate
 
-from megascale_jax.observe.event_store import read_events
 from megascale_jax.views.slow_devices import find_slow
 from megascale_jax.views.step_times import StepTimes, read_step_times
 
@@ -29,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RANKS, UNTAUGHT = 8, 3
 """Processes, and first steps that are left out: they compile."""
 SMALL = (
+    "train.global_batch_size=8",
     "model.num_layers=2",
     "model.hidden_size=64",
     "model.num_heads=4",
@@ -88,8 +88,7 @@ def trained(folder: Path, steps: int, rank: int, sleep_s: float) -> StepTimes:
         done = subprocess.run([*command, "--run-folder", str(run)], env=environment, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
     if done.returncode:
         raise SystemExit(f"the run ended with {done.returncode}:\n{(folder / 'log').read_text(errors='replace')[-3000:]}")
-    with read_events(run) as store:
-        return read_step_times(store, (UNTAUGHT, steps + UNTAUGHT))
+    return read_step_times(run, (UNTAUGHT, steps + UNTAUGHT))
 
 
 def units_of_a_step() -> int:

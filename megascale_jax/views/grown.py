@@ -18,17 +18,13 @@ from pathlib import Path
 
 import numpy as np
 
-from megascale_jax.observe.event_store import EventStore, read_events
+from megascale_jax.observe.event_sums import SumsReader
 from megascale_jax.parallel.pipeline.stamps import STEP_NAMES
-from megascale_jax.views.passes import chosen_ranks
-from megascale_jax.views.ranks import files_of_trainers, newest_facts
 from megascale_jax.views.step_seconds import StepSeconds
 from megascale_jax.views.step_times import StepTimes, read_step_times
 
 PIECES, PIECE_STEPS = 8, 16
 """So many pieces of each range, of so many steps, are read: a range may have 100,000s. What disturbed one piece does not count."""
-MOST_PEERS = 32
-"""Ranks that are read."""
 LATE, MESSAGES, WAIT = "late launch", "messages", "wait"
 """``wait``: of an axis along which one device alone was read."""
 _WAITS = (LATE, MESSAGES, WAIT)
@@ -62,9 +58,8 @@ def find_grown(
 
     Raises UsageError when the run has no stamps of one of both.
     """
-    ranks, note = _peers(run)
-    with read_events(run, ranks=ranks) as store:
-        old, new = (_segments(store, seconds, steps) for steps in (before, after))
+    reader = SumsReader(run)
+    old, new = (_segments(reader, seconds, steps) for steps in (before, after))
     growth = _mean_of(seconds.seconds, seconds, after) - _mean_of(seconds.seconds, seconds, before)
     if {name: part.shape for name, part in old.items()} != {name: part.shape for name, part in new.items()}:
         return (), ("what takes longer is not known: the mesh or the schedule changed in between",)
@@ -74,32 +69,18 @@ def find_grown(
         pair = [float(np.nanmean(one[name]) if is_wait else np.nanmax(one[name])) for one in (old, new)]
         device = int(np.nanargmax(new[name] - old[name])) if new[name].size > 1 and not is_wait else None
         found.append(Grown(name, pair[0], pair[1], (pair[1] - pair[0]) / growth if growth > 0 else float("nan"), device))
-    return tuple(sorted(found, key=lambda one: (-one.growth_s, one.segment))), (note,) if note else ()
-
-
-def _peers(run: Path) -> tuple[set[int] | None, str]:
-    """Which ranks are read, ``None``: all; a note if not all. Of a large job they are of one data-parallel group."""
-    facts = {fact.rank: fact for paths in files_of_trainers(run).values() if (fact := newest_facts(paths)) is not None}
-    if len(facts) <= MOST_PEERS:
-        return None, ""
-    of_group: set[int] = set()
-    for rank, fact in facts.items():
-        _, data, tensor = fact.mesh or (0, 0, 0)
-        if any(device % tensor == 0 and device < data * tensor for device in fact.devices if tensor):
-            of_group.add(rank)
-    ranks = set(chosen_ranks(sorted(of_group or facts), MOST_PEERS))
-    return ranks, f"what takes longer is by {len(ranks)} of {len(facts)} ranks, of one data-parallel group"
+    return tuple(sorted(found, key=lambda one: (-one.growth_s, one.segment))), ()
 
 
 def _mean_of(values: np.ndarray, seconds: StepSeconds, steps: tuple[int, int]) -> float:
     return float(values[(seconds.steps >= steps[0]) & (seconds.steps <= steps[1])].mean())
 
 
-def _segments(store: EventStore, seconds: StepSeconds, steps: tuple[int, int]) -> dict[str, np.ndarray]:
+def _segments(reader: SumsReader, seconds: StepSeconds, steps: tuple[int, int]) -> dict[str, np.ndarray]:
     """Mean seconds of each segment by device, float64[devices] (NaN: not known), or of the whole job, [1]."""
     first, last = steps
     begins = np.unique(np.linspace(first, max(last + 1 - PIECE_STEPS, first), PIECES).astype(int)).tolist()
-    pieces = [_cut(read_step_times(store, (begin, min(begin + PIECE_STEPS, last + 1)))) for begin in begins]
+    pieces = [_cut(read_step_times(reader, (begin, min(begin + PIECE_STEPS, last + 1)))) for begin in begins]
     pieces = [piece for piece in pieces if piece["whole"].shape == pieces[-1]["whole"].shape]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of a device that was not read

@@ -5,9 +5,8 @@ import pytest
 from typer.testing import CliRunner
 
 from megascale_jax.cli.main import app
-from megascale_jax.views import grown
 from megascale_jax.views.goodput import read_goodput
-from megascale_jax.views.grown import LATE, MESSAGES, WAIT
+from megascale_jax.views.grown import LATE, MESSAGES
 from megascale_jax.views.mfu_trend import FEWEST_WINDOWS, LEAST_STEPS, MOST_WINDOWS, mfu_seconds, trend_of
 
 STEPS = 1000
@@ -143,16 +142,6 @@ def test_the_segment_that_grew_is_named(job, changed, segment):
     assert max(map(abs, flat.values())) < 1e-6
     if segment == "forward":
         assert found.grown[0].device == 2 and found.grown[0].growth_s == pytest.approx(0.010)
-
-
-def test_of_a_large_job_those_who_wait_for_each_other_are_read(job, monkeypatch):
-    monkeypatch.setattr(grown, "MOST_PEERS", 2)
-    found = write_run(job, lambda device, step: {"late": 10} if device == 3 and step > RUN // 2 else {})
-    assert found.grown[0].segment == f"{LATE}, {LAST}" and found.grown[0].growth_s == pytest.approx(0.010 / 2), "the mean of two"
-    assert "by 2 of 4 ranks, of one data-parallel group" in found.notes[0]
-    monkeypatch.setattr(grown, "MOST_PEERS", 1)
-    alone = read_goodput(job.run).trend
-    assert f"{WAIT}, {LAST}" in {one.segment for one in alone.grown}, "nobody is there to compare it with"
 
 
 def test_an_alarm_is_printed_and_is_exit_code_1(job, tmp_path):
