@@ -5,12 +5,13 @@ Exit code 0: it goes on, or has ended; 1: it hangs or is slow; 2: that cannot be
 
 import json as json_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from megascale_jax.errors import UsageError
 from megascale_jax.observe.output import printable
 from megascale_jax.observe.report import json_ready
 
@@ -22,13 +23,27 @@ _STYLES: "dict[Outcome, str]" = {"running": "green", "ended": "green", "hang": "
 
 
 def why(
-    run: Annotated[Path, typer.Argument(help="run folder", show_default=False)],
+    run: Annotated[Path | None, typer.Argument(help="run folder", show_default=False)] = None,
+    flight_recorder: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--flight-recorder", metavar="FOLDER|FILE", help="JSON dumps of PyTorch's NCCL flight recorder, one a rank", show_default=False
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="print JSON: verdict, reason, named, suspects, every rank")] = False,
 ) -> None:
     """Say which rank a run that stands still waits for, and what speaks for it. Works while it hangs, and afterwards.
 
+    With --flight-recorder, of a job of PyTorch: by its dumps (TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1), written as
+    JSON; the rank is the last number in a file's name. Ranks whose collectives do not match are named as well.
+
     Exit code 0: it goes on or has ended; 1: it hangs or is slow; 2: that cannot be told.
     """
+    if (run is None) == (not flight_recorder):
+        raise UsageError("give a run folder, or --flight-recorder with a folder of dumps, and not both")
+    if flight_recorder:
+        _why_dumps(flight_recorder, json)
+    assert run is not None, "there are no dumps"
     from megascale_jax.views.progress import read_progress
     from megascale_jax.views.why import judge
 
@@ -38,6 +53,21 @@ def why(
     else:
         print_judgement(found, Console())
     raise typer.Exit(EXIT_CODES[found.verdict])
+
+
+def _why_dumps(paths: list[Path], json: bool) -> NoReturn:
+    from megascale_jax.views.desync import judge_dumps
+    from megascale_jax.views.flight_recorder import read_dumps
+
+    found = judge_dumps(read_dumps(paths))
+    if json:
+        rest = {"mismatches": found.mismatches, "waits": found.waits, "notes": found.notes}
+        typer.echo(json_module.dumps(json_ready(found.judgement) | json_ready(rest), indent=1))
+    else:
+        print_judgement(found.judgement, Console())
+        for note in found.notes:
+            Console().print(Text(f"note: {printable(note)}", style="yellow"), soft_wrap=True)
+    raise typer.Exit(EXIT_CODES[found.judgement.verdict])
 
 
 def print_judgement(found: "Judgement", console: Console) -> None:
