@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from megascale_jax.cli.job import wide_console
 from megascale_jax.errors import UsageError
 from megascale_jax.observe.output import printable
-from megascale_jax.observe.report import check_json_path, write_json
+from megascale_jax.observe.report import check_json_path, check_output_path, write_json
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -99,6 +99,44 @@ def compact(
         Text(f"{done.segments} segments with {done.rows:,} events are Parquet now; {len(done.deleted)} files are over the limits, and gone")
     )
     for note in done.notes:
+        console.print(Text(f"note: {_shown(note)}", style="yellow"))
+
+
+@app.command()
+def export(
+    run: Run,
+    otlp: Annotated[
+        str, typer.Option("--otlp", metavar="FILE|URL", help="file, or a collector such as http://127.0.0.1:4318", show_default=False)
+    ],
+    steps: Annotated[str | None, typer.Option(help="steps a <= step < b, as a:b; either may be left out", show_default="all")] = None,
+    ranks: Annotated[str | None, typer.Option(help="only these ranks, such as 0,8-15", show_default=False)] = None,
+) -> None:
+    """Give a run's events to OpenTelemetry: OTLP spans in JSON, to a file (a request a line) or to a collector over HTTP.
+
+    A trace is one attempt of the run. Exporting again gives the same spans: identities are hashes of what they name. Headers for a
+    collector, such as a token, come from OTEL_EXPORTER_OTLP_HEADERS. Exit code 2: the collector does not take them.
+    """
+    from megascale_jax.cli.analyze import parse_steps
+    from megascale_jax.observe.event_store import read_events
+    from megascale_jax.observe.otlp import endpoint_of, headers_from, send, write_file
+    from megascale_jax.views.ranks import parse_numbers
+
+    first, end = parse_steps(steps)
+    window = None if first is None and end is None else range(first or 0, (1 << 31) - 1 if end is None else end)
+    is_remote = "://" in otlp
+    headers = headers_from() if is_remote else {}
+    if is_remote:
+        endpoint_of(otlp)
+    else:
+        check_output_path(Path(otlp), "--otlp")
+    with read_events(run, ranks=parse_numbers(ranks, "--ranks"), steps=window) as store:
+        done = send(store, otlp, headers) if is_remote else write_file(store, Path(otlp))
+        notes = store.notes
+    console = Console(soft_wrap=True)
+    console.print(Text(_shown(f"{done.spans:,} spans in {done.requests:,} requests: {otlp.rpartition('@')[2]}")))
+    if done.rejected:
+        console.print(Text(_shown(f"{done.rejected:,} spans were not taken: {done.note or 'without a reason'}"), style="yellow"))
+    for note in notes:
         console.print(Text(f"note: {_shown(note)}", style="yellow"))
 
 
