@@ -26,11 +26,13 @@ def analyze(
     trace: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN|TRACE", help="folder of a run, or a public trace-X.parquet with meta-X.yaml beside it", show_default=False
+            metavar="RUN|PROFILE|TRACE",
+            help="folder of a run; folder or *.xplane.pb of a profile; or a public trace-X.parquet with meta-X.yaml beside it",
+            show_default=False,
         ),
     ],
     steps: Annotated[str | None, typer.Option(help="steps a <= step < b, as a:b; either may be left out", show_default="all")] = None,
-    top: Annotated[int, typer.Option(help="ranks, of a run slow devices, to show in the terminal", min=0)] = 5,
+    top: Annotated[int, typer.Option(help="ranks, of a run slow devices, of a profile operations, to show in the terminal", min=0)] = 5,
     heat_map: Annotated[
         Path | None,
         typer.Option(
@@ -51,6 +53,9 @@ def analyze(
     `causes` name why, with shares that add up: `sequence` (micro-batches of unequal length), `stage` (unequal work by design),
     `worker` (slower than its peers: look at that machine), `optype` (pauses, a network that flaps). What has no cause is noise.
 
+    Of a profile of jax.profiler (`megascale profile`): seconds of each device in computing, in communication that no computation hides, in
+    copies and in nothing, and the operations that take longest.
+
     Traces are read in the public format of ByteDance's straggler traces. Formulas: docs/analysis.md, of runs
     docs/analysis_of_runs.md. Exit code 2: it cannot be used.
     """
@@ -59,6 +64,13 @@ def analyze(
     if heat_map is not None and heat_map.suffix.lower() not in _PICTURE_ENDINGS:
         raise UsageError(f"--heat-map {heat_map}: expected a name that ends in one of {', '.join(_PICTURE_ENDINGS)}")
     window = parse_steps(steps)
+    if _is_profile(trace):
+        from megascale_jax.cli.analyze_profile import analyze_profile
+
+        if heat_map is not None:
+            raise UsageError("--heat-map is drawn of a run or a trace; a profile has a table, and --json")
+        analyze_profile(trace, window, top, json)
+        return
     if trace.is_dir():
         from megascale_jax.cli.analyze_run import analyze_run
 
@@ -76,6 +88,16 @@ def analyze(
     if heat_map is not None:
         _draw(what_if, findings, trace.stem, heat_map)
         typer.echo(f"Picture: {heat_map}")
+
+
+def _is_profile(path: Path) -> bool:
+    """A file by its name; a folder if it is no run's, and a profile is in it."""
+    from megascale_jax.observe.events import EVENTS_FOLDER
+    from megascale_jax.views.xplane import ENDING
+
+    if not path.is_dir():
+        return path.name.endswith(ENDING)
+    return not (path / EVENTS_FOLDER).is_dir() and next(path.rglob(f"*{ENDING}"), None) is not None
 
 
 def parse_steps(text: str | None) -> tuple[int | None, int | None]:

@@ -27,6 +27,7 @@ from megascale_jax.cli import (
     job,
     keep,
     launch,
+    profile,
     sample,
     schedule,
     trace,
@@ -69,6 +70,7 @@ app.command("compare")(compare.compare)
 app.command("trace")(trace.trace)
 app.command("why")(why.why)
 app.command("goodput")(goodput.goodput)
+app.command("profile")(profile.profile)
 app.command("keep")(keep.keep)
 app.command("schedule")(schedule.schedule)
 app.command("analyze")(analyze.analyze)

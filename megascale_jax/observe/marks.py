@@ -41,7 +41,7 @@ DRILL = "MEGASCALE_DRILL"
 FLIP = ".flip"
 """Suffix of the file beside the marks that asks for it."""
 SECTIONS = ("start", "join", "data", "restore", "compile", "step", "evaluate", "checkpoint", "end")
-INSTANTS = ("resume", "skip", "spike", "corrupt", "saved", "published", "stop", "rewind")
+INSTANTS = ("resume", "skip", "spike", "corrupt", "saved", "published", "stop", "rewind", "profile")
 PREPARATION = "preparation"
 """The first pass of ``data``, before there is a state."""
 SECTION_ORDER = ("start", PREPARATION, "join", "restore", "evaluate", "checkpoint", "data", "compile", "step", "end")

@@ -1,6 +1,6 @@
 """The folder of a run: what is in it, and whether a configuration may go on in it.
 
-    config.yaml  metrics.jsonl  tensorboard/  events/  checkpoints/STEP/  summary.json  loss.png  cluster/
+    config.yaml  metrics.jsonl  tensorboard/  events/  profiles/  checkpoints/STEP/  summary.json  loss.png  cluster/
 
 A folder belongs to one configuration. The same one resumes from the newest complete checkpoint; fields that decide no
 number (`config.checks.RESUMABLE`) may change; anything else is refused with the difference, before any device work.
@@ -29,6 +29,7 @@ from megascale_jax.data.tokenizer import TOKENIZER_FILE
 from megascale_jax.errors import ConfigError, RunFolderError
 from megascale_jax.observe.events import EVENTS_FOLDER
 from megascale_jax.observe.metrics import METRICS_FILE, TENSORBOARD_FOLDER
+from megascale_jax.observe.profile_request import PROFILES_FOLDER
 from megascale_jax.observe.report import replace_file
 from megascale_jax.observe.summary import SUMMARY_FILE, RunSummary, read_summary
 
@@ -38,7 +39,7 @@ LOCK_FILE = ".lock"
 IDENTITY_FILE = ".identity"
 _OWN_NAMES = {
     *(CONFIG_FILE, CHECKPOINTS, LOCK_FILE, IDENTITY_FILE, SUMMARY_FILE),
-    *(METRICS_FILE, TENSORBOARD_FOLDER, EVENTS_FOLDER, TOKENIZER_FILE, JOB_FOLDER, DRIVER_LOCK, "loss.png"),
+    *(METRICS_FILE, TENSORBOARD_FOLDER, EVENTS_FOLDER, TOKENIZER_FILE, JOB_FOLDER, DRIVER_LOCK, PROFILES_FOLDER, "loss.png"),
 }
 
 

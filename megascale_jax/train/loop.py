@@ -41,6 +41,7 @@ from megascale_jax.train.folder import RunFolder
 from megascale_jax.train.garbage import collected_by_hand
 from megascale_jax.train.integrity import Integrity
 from megascale_jax.train.peak import peak_flops
+from megascale_jax.train.profiles import Profiles
 from megascale_jax.train.saved import named_arrays, named_state
 from megascale_jax.train.spikes import Spikes
 from megascale_jax.train.stamps import StampEvents
@@ -115,6 +116,7 @@ class Trainer:
             )
             self._held = held.pop_all()
         self._begin_events(identity)
+        self.profiles = Profiles(folder.path, experiment.train.steps, jax.process_index(), jax.process_count(), self.marks)
         self.stamps = StampEvents(self.plan, self.marks.events, experiment.train.events.detail_every)
 
     def _begin_events(self, identity: str) -> None:
@@ -140,6 +142,7 @@ class Trainer:
                 self._metrics_writer(resumed_from) as self.metrics,
                 TrainingProgress(train.steps, start_step=resumed_from or 0, rank=jax.process_index()) as self.progress,
                 collected_by_hand(),
+                self.profiles,
             ):
                 if resumed_from is not None:
                     self._say(f"resumed from step {resumed_from} of {self.folder.path}{_TIERS[self.tier]}")
@@ -207,7 +210,8 @@ class Trainer:
             data_wait_s = time.monotonic() - asked_at
             self.marks.enter("compile" if step == first else "step", step + 1)
             batch, state = place_batch(self.plan, rows), self.integrity.drilled(state)
-            state, metrics = self.steps.train(state, batch, place_vote(self.plan, stop.asked))
+            with self.profiles.step(step + 1):
+                state, metrics = self.steps.train(state, batch, place_vote(self.plan, stop.asked))
             step += 1
             if unread is not None:
                 # Before the next batch is asked for: the rows of the one before the last may be overwritten then.
@@ -241,6 +245,7 @@ class Trainer:
         """Wait for a step's numbers, show and write them; whether a rank has asked to stop."""
         stamps = metrics.pop("stamps", None)
         values = {key: float(value) for key, value in metrics.items()}
+        self.profiles.read(step)
         self.throughput.step_done()
         if self.throughput.tokens_per_s is not None:  # the first step waits for the loader to start, and is not measured
             self.data_wait_s += values["data_wait_s"]
