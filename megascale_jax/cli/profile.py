@@ -27,7 +27,7 @@ from megascale_jax.observe.profile_request import (
 
 SILENT_S = 30.0
 """For so long a rank may say nothing, looks for requests not counted, before it is taken to be gone."""
-_LOOK_S = 0.2
+_LOOK_S, _MARGIN_S = 0.2, 30.0
 
 
 def profile(
@@ -54,13 +54,15 @@ def profile(
     if first is None or end is None or first < 1 or end - first < 1:
         raise UsageError(f"--steps {steps}: expected a:b with a from 1 on and b above it, such as 1000:1003 for the steps 1000 to 1002")
     if end - first > MOST_STEPS:
-        raise UsageError(f"--steps {steps}: {end - first} steps, at most {MOST_STEPS}: XLA's profiler keeps no more kernels; two are enough")
+        raise UsageError(
+            f"--steps {steps}: {end - first} steps, at most {MOST_STEPS}: XLA's profiler keeps no more kernels; two are enough"
+        )
     if len(wanted) > MOST_RANKS:
         raise UsageError(f"--ranks {ranks}: {len(wanted)} ranks, at most {MOST_RANKS}: each profile is large; choose some")
     if output is not None and (output.exists() or not output.resolve().parent.is_dir()):
         raise UsageError(f"--output {output}: expected the name of a new folder in one that is there")
     console = Console(soft_wrap=True)
-    request = Request(first=first, end=end, ranks=tuple(wanted), expires_unix_s=time.time() + limit)
+    request = Request(first=first, end=end, ranks=tuple(wanted), expires_unix_s=time.time() + limit + _MARGIN_S)
     place = ask(run, request)
     try:
         answers = _wait(place, request, console, limit)
@@ -100,7 +102,9 @@ def _progress(request: Request, said: dict[int, tuple[Answer, float]]) -> str:
     step = max(answer.step for answer, _ in said.values())
     count = len(request.ranks)
     ended = sum(answer.state not in AT_WORK for answer, _ in said.values())
-    return f"step {step}: {states['waiting']} of {count} ranks wait for step {request.first}, {states['running']} profile, {ended} are through"
+    return (
+        f"step {step}: {states['waiting']} of {count} ranks wait for step {request.first}, {states['running']} profile, {ended} are through"
+    )
 
 
 def _silence(place: Place, silent: list[int], said: dict[int, tuple[Answer, float]], patience_s: float) -> str:
@@ -110,7 +114,9 @@ def _silence(place: Place, silent: list[int], said: dict[int, tuple[Answer, floa
             f"rank {listed} of {place.run} does not answer for {patience_s:.0f} s; is the run at work, with that many ranks? "
             "A run that still prepares its data does not answer yet"
         )
-    return f"no word from rank {listed} for {patience_s:.0f} s: the run ended, or its disk is full; the others' profiles are in {place.folder}"
+    return (
+        f"no word from rank {listed} for {patience_s:.0f} s: the run ended, or its disk is full; the others' profiles are in {place.folder}"
+    )
 
 
 def _report(place: Place, answers: dict[int, Answer], output: Path | None, console: Console) -> None:

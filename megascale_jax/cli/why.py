@@ -93,4 +93,5 @@ def print_judgement(found: "Judgement", console: Console) -> None:
 def _line(one: "RankState") -> str:
     since = f" for {one.since_s:.1f} s" if one.since_s is not None else ""
     note = f"; {one.note}" if one.note else ""
-    return f"rank {one.rank} {one.host}: {one.state}, {one.operation}{since}{note}"
+    host = f" {one.host}" if one.host else ""
+    return f"rank {one.rank}{host}: {one.state}, {one.operation}{since}{note}"

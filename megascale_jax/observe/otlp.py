@@ -99,11 +99,10 @@ def endpoint_of(url: str) -> str:
     """A collector's address with `PATH` where it has no path. Raises UsageError unless it is ``http://`` or ``https://``."""
     try:
         parts = urllib.parse.urlsplit(url)
-        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+            raise ValueError
     except ValueError:
-        is_usable = False
-    if not is_usable:
-        raise UsageError(f"--otlp {url}: expected a file, or an address such as http://127.0.0.1:4318")
+        raise UsageError(f"--otlp {url.rpartition('@')[2]}: expected a file, or an address such as http://127.0.0.1:4318") from None
     return urllib.parse.urlunsplit(parts._replace(path=parts.path if parts.path.strip("/") else PATH))
 
 
@@ -146,7 +145,9 @@ def _post(endpoint: str, body: bytes, headers: Mapping[str, str], pause_s: float
             time.sleep(min(float(wished) if wished.isdecimal() else pause_s, LONGEST_PAUSE_S))
         except OSError as error:  # refused, time-out, TLS: URLError is one
             reason = getattr(error, "reason", error)
-            raise UsageError(f"{_shown(endpoint)} cannot be reached ({reason}); is a collector listening there for OTLP over HTTP?") from error
+            raise UsageError(
+                f"{_shown(endpoint)} cannot be reached ({reason}); is a collector listening there for OTLP over HTTP?"
+            ) from error
     raise AssertionError("the last try returned or raised")
 
 
@@ -193,7 +194,9 @@ def _of_row(row: Mapping[str, Any], run: str) -> dict[str, Any]:
     return span | {"parentSpanId": _root(run, attempt)}
 
 
-def _span(name: str, run: str, attempt: int, span_id: str, begin_ns: int, duration_ns: int, attributes: Mapping[str, Any]) -> dict[str, Any]:
+def _span(
+    name: str, run: str, attempt: int, span_id: str, begin_ns: int, duration_ns: int, attributes: Mapping[str, Any]
+) -> dict[str, Any]:
     begin_ns = max(0, begin_ns)
     return {
         "traceId": _hex(16, "trace", run, attempt),

@@ -1,6 +1,6 @@
 """Files by which a command asks ranks of a live run for a profile, and by which they answer. No JAX.
 
-    profiles/requests/NAME.json                                what is asked: steps, ranks, until when; NAME: steps-FIRST-END, perhaps -NUMBER
+    profiles/requests/NAME.json                                what is asked: steps, ranks, until when; NAME: steps-FIRST-END[-NUMBER]
     profiles/NAME/rank-00003.json                              what a rank says of it: waits, is at work, is done, refuses, has failed
     profiles/NAME/plugins/profile/NAME/rank-00003.xplane.pb    its profile, in the layout that XProf and TensorBoard look for
 
@@ -174,7 +174,7 @@ def _read(path: Path) -> bytes:
     return content
 
 
-def _first_line(error: ValueError) -> str:
+def _first_line(error: Exception) -> str:
     if isinstance(error, ValidationError):
         first = error.errors()[0]
         return f"{'.'.join(map(str, first['loc']))} {first['msg']}".strip()

@@ -1,8 +1,8 @@
 """Profiles of a live run, on request (`observe/profile_request.py`): XLA's profiler is on between two steps of this rank.
 
-A thread looks for requests, answers, and writes profiles; the loop asks `Profiles.step` around each step, which costs two comparisons and no
-file. Beginning is done by the loop itself, so that the first step is whole; collecting and writing by the thread, behind the loop's back.
-Each rank goes by its own count of steps, and agrees with nobody.
+A thread looks for requests, answers, and writes profiles; the loop has two comparisons a step, and no file. It begins a profile itself,
+so that the first step is whole; the thread collects and writes it, behind the loop's back. Each rank goes by its own count of steps, and
+agrees with nobody.
 
 Failure cases: a request for steps that are past is refused with where the run is; a disk that is full, or would be, or hangs, loses the
 profile and nothing else; a step that never ends leaves a profile of `MOST_S` seconds; a run that ends early one of the steps so far.
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 import jax
-from jax._src.lib import _profiler  # public functions write the files themselves, and after a full disk begin no profile any more
+from jax._src.lib import _profiler  # pyright: ignore[reportAttributeAccessIssue]
 
 from megascale_jax.observe.marks import Marks
 from megascale_jax.observe.profile_request import AT_WORK, NEWS_S, PROFILE, Answer, Place, Request, State, look_s, requests_of, told
@@ -49,7 +49,10 @@ class Session(Protocol):
 
 
 def new_session() -> Session:
-    """XLA's profiler without Python's own calls, which would be most of the file and slow the host. Raises RuntimeError if one is on."""
+    """XLA's profiler without Python's own calls, which would be most of the file and slow the host. Raises RuntimeError if one is on.
+
+    JAX's public functions write the files themselves, and begin no profile any more once a disk was full.
+    """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     options.raise_error_on_start_failure = True

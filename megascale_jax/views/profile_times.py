@@ -4,9 +4,9 @@ Of a device and its window, from the first begin to the last end of an operation
 
     window = compute + exposed + copy + idle
 
-*compute*: some operation computes; *exposed*: a collective runs, and none computes; *copy*: only copies run; *idle*: nothing runs. The share of
-communication that is not hidden is ``exposed / collective``, with *collective* the moments in which any runs. A collective runs while its
-kernel does, so waiting for a peer that is late counts as communication, as in any profile of kernels: `megascale analyze RUN` tells them apart.
+*compute*: some operation computes; *exposed*: a collective runs, and none computes; *copy*: only copies run; *idle*: nothing runs. The
+share of communication that is not hidden is ``exposed / collective``, with *collective* the moments in which any runs. A collective runs
+while its kernel does, so waiting for a peer that is late counts as communication, as in any profile of kernels.
 """
 
 from collections.abc import Sequence
@@ -112,8 +112,17 @@ def _device(source: str, profile: Profile, number: int) -> DeviceTimes:
     collective = covered_ps(begin[kind == COLLECTIVE], end[kind == COLLECTIVE])
     both = (kind == COMPUTE) | (kind == COLLECTIVE)
     work, busy, window = covered_ps(begin[both], end[both]), covered_ps(begin, end), int(end.max() - begin.min())
-    seconds = (window, compute, collective, work - compute, busy - work, window - busy)
-    return DeviceTimes(source, profile.devices[number], int(rows.sum()), *(value / 1e12 for value in seconds))
+    return DeviceTimes(
+        source=source,
+        device=profile.devices[number],
+        operations=int(rows.sum()),
+        window_s=window / 1e12,
+        compute_s=compute / 1e12,
+        collective_s=collective / 1e12,
+        exposed_s=(work - compute) / 1e12,
+        copy_s=(busy - work) / 1e12,
+        idle_s=(window - busy) / 1e12,
+    )
 
 
 def covered_ps(begin_ps: np.ndarray, end_ps: np.ndarray) -> int:
@@ -142,5 +151,8 @@ def _operations(profiles: Sequence[tuple[str, Profile]]) -> list[OperationTimes]
             sums = found.setdefault(profile.names[code], [0, 0, 0])
             sums[:] = sums[0] + int(count[code]), sums[1] + int(devices[code]), sums[2] + int(total[code])
     whole = sum(sums[2] for sums in found.values()) or 1
-    rows = [OperationTimes(name, KINDS[kinds[name]], *sums[:2], sums[2] / 1e12, sums[2] / whole) for name, sums in found.items()]
+    rows = [
+        OperationTimes(name, KINDS[kinds[name]], runs, devices, total / 1e12, total / whole)
+        for name, (runs, devices, total) in found.items()
+    ]
     return sorted(rows, key=lambda one: (-one.total_s, one.name))

@@ -1,6 +1,6 @@
 """Reads profiles of `jax.profiler`: ``*.xplane.pb``, an XSpace in protocol buffers, as operations of devices. No JAX, no TensorFlow.
 
-The schema is a part of XLA's ``xplane.proto``, told to the `protobuf` library, which reads the file; fields that are not needed stay unread.
+The schema is a part of XLA's ``xplane.proto``, told to the `protobuf` library, which reads the file; what is not needed stays unread.
 Devices are planes ``/device:...`` with a line a stream (GPU) or a line ``XLA Ops`` (TPU). A CPU's operations are events of its threads that
 have ``hlo_op``; one that runs on elsewhere lasts to the event ``end: NAME`` of the same number. ``while`` and calls only hold others.
 
@@ -49,7 +49,7 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the file, of a stream or a thread: its events, and picoseconds with any."""
+    """A line of the file, of a stream or a thread, and how many events it has."""
 
     plane: str
     name: str
@@ -60,8 +60,8 @@ class Line:
 class Profile:
     """Operations as columns [n], and what else is in the file. Times are int64 picoseconds since the first line's begin.
 
-    ``device`` indexes ``devices``, ``name`` indexes ``names``; ``kind``: `COMPUTE`, `COLLECTIVE` or `COPY`. ``steps``: numbers of the steps that
-    the host began, int64, and ``step_begin_ps`` when. ``notes``: what the profiler itself complained of.
+    ``device`` indexes ``devices``, ``name`` indexes ``names``; ``kind``: `COMPUTE`, `COLLECTIVE` or `COPY`. ``steps``: numbers of the steps
+    that the host began, int64, and ``step_begin_ps`` when. ``notes``: what the profiler itself complained of.
     """
 
     devices: tuple[str, ...]
@@ -177,7 +177,9 @@ class _Table:
     def _times(self, line: Any, event: Any) -> tuple[int, int]:
         begin = (line.timestamp_ns - self.origin_ns) * 1000 + event.offset_ps
         if not (-_MOST_PS < begin < _MOST_PS and 0 <= event.duration_ps < _MOST_PS):
-            raise TraceError(f"{self.path}: an event of line {line.name!r} begins at {begin} ps and lasts {event.duration_ps}; the file is damaged")
+            raise TraceError(
+                f"{self.path}: an event of line {line.name!r} begins at {begin} ps and lasts {event.duration_ps}; the file is damaged"
+            )
         return begin, event.duration_ps
 
     def _add(self, device: str, name: str, begin: int, duration: int) -> None:

@@ -52,7 +52,9 @@ def test_spans_are_of_the_json_encoding(run):
     assert len({span["traceId"] for _, span in found}) == 1 and len({span["spanId"] for _, span in found}) == rows + 1
     (root,) = [span for _, span in found if "parentSpanId" not in span]
     assert {span["parentSpanId"] for _, span in found if span is not root} == {root["spanId"]}
-    resource, step = next((resource, span) for resource, span in found if span["name"] == "step" and plain(resource)["megascale.rank"] == "3")
+    resource, step = next(
+        (resource, span) for resource, span in found if span["name"] == "step" and plain(resource)["megascale.rank"] == "3"
+    )
     assert int(step["endTimeUnixNano"]) - int(step["startTimeUnixNano"]) == 5_000
     assert int(root["startTimeUnixNano"]) <= int(step["startTimeUnixNano"]) and root["name"] == "run"
     assert {"service.name": "megascale", "megascale.attempt": "1", "megascale.run": "r1"}.items() <= plain(resource).items()
@@ -103,7 +105,7 @@ class Collector:
                 self.end_headers()
                 self.wfile.write(body)
 
-            def log_message(self, *_):
+            def log_message(self, format, *args):
                 pass
 
         self.server = HTTPServer(("127.0.0.1", 0), Handler)
@@ -150,7 +152,7 @@ def test_a_busy_collector_is_asked_again_and_a_refusal_is_said(run):
         with Collector(*[503] * 10) as collector, pytest.raises(UsageError, match="answered 503"):
             send(store, collector.url, pause_s=0.0)
         assert len(collector.seen) == otlp.TRIES
-        with Collector(400, body=b"no traces here") as collector, pytest.raises(UsageError, match="answered 400 .*no traces here"):
+        with Collector(400, body=b"no traces here") as collector, pytest.raises(UsageError, match=r"answered 400 .*no traces here"):
             send(store, collector.url)
         with Collector(302, headers=[("Location", "http://127.0.0.1:1/")]) as collector, pytest.raises(UsageError, match="answered 302"):
             send(store, collector.url, {"authorization": "x"})
@@ -168,7 +170,7 @@ def test_one_that_is_not_there_or_does_not_answer_is_said(run, monkeypatch):
             send(store, gone.url)
         monkeypatch.setattr(otlp, "TIMEOUT_S", 0.05)
         silent = Collector()  # it listens, and nobody serves
-        with pytest.raises(UsageError, match="cannot be reached.*timed out"):
+        with pytest.raises(UsageError, match=r"cannot be reached.*timed out"):
             send(store, silent.url)
         silent.server.server_close()
 

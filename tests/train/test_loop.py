@@ -7,8 +7,10 @@ import time
 from dataclasses import replace
 
 import pytest
+from typer.testing import CliRunner
 
 from megascale_jax.checkpoint.manifest import published_steps, read_manifest
+from megascale_jax.cli.main import app
 from megascale_jax.config.cluster import ClusterConfig, RulesConfig
 from megascale_jax.config.schema import CheckpointConfig, DataConfig, EvaluationConfig, LoggingConfig
 from megascale_jax.errors import CheckpointError, CorruptStateError, RunFolderError
@@ -16,12 +18,15 @@ from megascale_jax.observe.event_store import read_events
 from megascale_jax.observe.events import Events
 from megascale_jax.observe.marks import INSTANTS, MARKS, Marks, read_marks
 from megascale_jax.observe.metrics import read_metrics
+from megascale_jax.observe.profile_request import Request, ask
 from megascale_jax.observe.pulse import ALIVE
 from megascale_jax.observe.spike import SpikeWatch
+from megascale_jax.train import profiles
 from megascale_jax.train.flip import DRILL
 from megascale_jax.train.folder import RunFolder
 from megascale_jax.train.loop import Trainer
 from megascale_jax.views.goodput import read_goodput
+from megascale_jax.views.xplane import read_xplane
 from tests.build import experiment
 
 STEPS = 9
@@ -223,6 +228,39 @@ def test_events_tell_the_way_of_a_run_and_of_its_continuation(prepared, tmp_path
     booked = {kind for kind, lasted in spent.booked_ns.items() if lasted}
     assert booked >= {"training", "checkpoint", "compile", "restart", "data wait"} and "recomputed" not in booked
     assert [(one.step, one.resumed_step) for one in spent.incidents] == [(8, 8)]
+
+
+def test_a_profile_of_a_real_run_is_taken_and_analyzed(prepared, unbroken, tmp_path, monkeypatch):
+    monkeypatch.setattr(profiles, "look_s", lambda ranks: 0.05)
+    path, places = tmp_path / "run", []
+
+    def ask_in_step_2(count):
+        if count == 2:
+            places.append(ask(path, Request(first=5, end=7, ranks=(0,), expires_unix_s=time.time() + 600)))
+            limit = time.monotonic() + 60
+            while places[0].answer(0) is None and time.monotonic() < limit:
+                time.sleep(0.01)
+
+    marks = Marks(events=Events(path / "events", begins=False))
+    run(tiny(), prepared, path, StopAt(hook=ask_in_step_2), marks=marks)
+    marks.close()
+    (place,) = places
+    answer = place.answer(0)
+    assert (answer.state, answer.text) == ("done", "") and answer.num_bytes == place.profile(0).stat().st_size
+    assert losses(path) == unbroken[0], "nothing else changed"
+    assert read_xplane(place.profile(0)).steps.tolist()[:2] == [5, 6]
+    output = tmp_path / "times.json"
+    result = CliRunner().invoke(app, ["analyze", str(place.folder), "--json", str(output), "--steps", "5:7"])
+    assert result.exit_code == 0, result.output
+    told = json.loads(output.read_text())
+    assert {one["device"] for one in told["devices"]} == {f"CPU:{number}" for number in range(4)}
+    assert {one["source"] for one in told["devices"]} == {"rank-00000"} and 0 < told["exposed_share"] <= 1
+    assert {one["kind"] for one in told["operations"]} >= {"compute", "collective"}
+    with read_events(path) as store:
+        (row,) = store.sql("select text from events where name = 'profile'").to_pylist()
+    assert json.loads(row["text"]) == {"name": "steps-5-7", "state": "done", "text": "", "bytes": answer.num_bytes}
+    RunFolder(path).clear(tiny())
+    assert not (path / "profiles").exists(), "it is a part of the run"
 
 
 def test_marks_show_the_way_of_a_run_and_of_its_continuation(prepared, tmp_path):
