@@ -217,7 +217,7 @@ def test_a_dump_under_another_ranks_name_is_not_believed(folder):
     assert 7 not in found.judgement.named and "which rank 7 is not in" in found.notes[0]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     st.lists(st.integers(0, 4), min_size=2, max_size=6),
     st.sets(st.integers(0, 5), max_size=3),
@@ -254,7 +254,7 @@ WORDS = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(st.dictionaries(st.sampled_from(list(entry(1))), WORDS, max_size=4), WORDS, st.binary(max_size=60))
 def test_garbage_never_crashes(tmp_path_factory, fields, content, junk):
     folder = tmp_path_factory.mktemp("dumps")
