@@ -27,7 +27,7 @@ from megascale_jax.observe.profile_request import (
 
 SILENT_S = 30.0
 """For so long a rank may say nothing, looks for requests not counted, before it is taken to be gone."""
-_LOOK_S, _MARGIN_S = 0.2, 30.0
+_LOOK_S, _MARGIN_S, _WORDS_S = 0.2, 30.0, 30.0
 
 
 def profile(
@@ -73,7 +73,8 @@ def profile(
 
 def _wait(place: Place, request: Request, console: Console, limit: float) -> dict[int, Answer]:
     """Until every rank has said its last word. Raises UsageError when the time is over, or a rank says nothing."""
-    began, said, words = time.monotonic(), dict[int, tuple[Answer, float]](), ""
+    began, said = time.monotonic(), dict[int, tuple[Answer, float]]()
+    shown, shown_at = ("",), 0.0
     while True:
         for rank in request.ranks:
             found = place.answer(rank)
@@ -82,8 +83,9 @@ def _wait(place: Place, request: Request, console: Console, limit: float) -> dic
         open_ranks = [rank for rank in request.ranks if rank not in said or said[rank][0].state in AT_WORK]
         if not open_ranks:
             return {rank: answer for rank, (answer, _) in said.items()}
-        if (progress := _progress(request, said)) != words:
-            words = progress
+        states, words = tuple(answer.state for answer, _ in said.values()), _progress(request, said)
+        if states != shown or time.monotonic() - shown_at > _WORDS_S:
+            shown, shown_at = states, time.monotonic()
             console.print(Text(words))
         patience_s = SILENT_S + NEWS_S + look_s(max(request.ranks))
         silent = [rank for rank in open_ranks if time.monotonic() - (said[rank][1] if rank in said else began) > patience_s]

@@ -83,7 +83,7 @@ class Profiles:
         self._running: _Work | None = None
         self._finished: list[tuple[_Work, str, int]] = []
         """What the loop is done with: no session, or one to be collected; a note; the step of then."""
-        self._seen: set[str] = set()
+        self._seen: dict[Place, Request | str] = {}
         self._told: dict[Place, float] = {}
         self._lock, self._wake, self._ends = threading.Lock(), threading.Event(), False
         self._thread = threading.Thread(target=self._serve, name="profiles", daemon=True)
@@ -167,19 +167,18 @@ class Profiles:
 
     def _look(self, ends: bool) -> None:
         asked = dict(requests_of(self._run)) if not ends else {}
-        self._seen &= {place.name for place in asked}
-        for place, request in asked.items():
-            if place.name not in self._seen:
-                self._seen.add(place.name)
-                self._judge(place, request)
-        names = {place.name for place in asked}
         with self._lock:
-            gone = [one for one in self._waiting if one.place.name not in names]
-            self._waiting = [one for one in self._waiting if one.place.name in names]
+            gone = [one for one in self._waiting if asked.get(one.place) != one.request]
+            self._waiting = [one for one in self._waiting if one not in gone]
             self._plan()
-            waiting, running = tuple(self._waiting), self._running
         for one in gone:
             self._tell(one.place, "failed", f"the run ended after step {self._step}" if ends else "withdrawn, or its time is over")
+        before, self._seen = self._seen, asked
+        for place, request in asked.items():
+            if before.get(place) != request:  # of one name may be a second, after the first was withdrawn
+                self._judge(place, request)
+        with self._lock:
+            waiting, running = tuple(self._waiting), self._running
         if running is not None and time.monotonic() - running.began > MOST_S:
             self._end(f"cut after {MOST_S:.0f} s")
             self._finish()
@@ -215,6 +214,7 @@ class Profiles:
                 problem = f"{taken}; leave {GAP} steps between two profiles"
             else:
                 self._waiting.append(_Work(place, request))
+                self._told.pop(place, None)
                 self._plan()
         if problem:
             self._tell(place, "refused", problem, is_new=True)

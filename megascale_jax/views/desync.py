@@ -14,9 +14,10 @@ Collectives of a process group have numbers, which all members count alike. The 
 Dumps are of one moment only if the job stood still; sends and receives between two ranks are shown, and not judged.
 """
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megascale_jax.views.flight_recorder import Dump, Entry, Group, as_json
 from megascale_jax.views.why import MOST_NAMED, Judgement, Outcome, RankState, State
@@ -81,15 +82,17 @@ class _Found:
     reason: str = ""
 
 
-def judge_dumps(dumps: Sequence[Dump]) -> Desync:
-    """Who holds the others up; ``dumps`` in any order, one a rank."""
+def judge_dumps(dumps: Sequence[Dump], now: float | None = None) -> Desync:
+    """Who holds the others up; ``dumps`` in any order, one a rank. ``now``: seconds since 1970, by default this moment."""
     known = {dump.rank: dump for dump in sorted(dumps, key=lambda one: one.rank) if not dump.note}
     groups = sorted({group for dump in known.values() for group in dump.groups})
     ranks = sorted({*known, *(dump.rank for dump in dumps), *(rank for group in groups for rank in group.ranks)})
     mismatches = tuple(found for group in groups if (found := _mismatch(group, known)) is not None)
     waits = tuple(wait for group in groups if (wait := _wait(group, known)) is not None)
     found = _judged(known, set(ranks) - set(known), mismatches, waits)
-    return Desync(_judgement(found, ranks, known, dumps), mismatches, waits, tuple(_notes(dumps, known)))
+    judgement = _judgement(found, ranks, known, dumps)
+    age_s = round(max(0.0, (time.time() if now is None else now) - judgement.until), 3) if judgement.until else 0.0
+    return Desync(replace(judgement, age_s=age_s), mismatches, waits, tuple(_notes(dumps, known)))
 
 
 def _mismatch(group: Group, known: Mapping[int, Dump]) -> Mismatch | None:

@@ -159,6 +159,15 @@ def test_a_request_left_behind_or_withdrawn_is_given_up(folder):
     assert not left.request.exists(), "the next command sweeps"
 
 
+def test_a_second_command_of_the_same_steps_gets_an_answer_of_its_own(folder):
+    with Loop(folder) as loop:
+        loop.to(5)
+        for _ in range(3):  # refused, withdrawn, and asked again before the rank looks
+            place = ask(folder, request(3, 4))
+            assert place.name == "steps-3-4" and "is past" in said(place, 0, "refused").text
+            place.withdraw()
+
+
 def test_a_run_that_ends_early_leaves_what_it_has(folder):
     with Loop(folder) as loop:
         running, waiting = ask(folder, request(3, 9)), ask(folder, request(20, 22))
