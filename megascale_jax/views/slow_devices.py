@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megascale_jax.views.peers import beside_peers, by_stage, deviation, excess_over_peers, median
 from megascale_jax.views.step_times import StepTimes
 
 LEAST_EXCESS = 0.10
@@ -36,11 +37,6 @@ LEAST_SHARE = 1e-3
 """Of a step that the excess must cost."""
 LEAST_EVIDENCE = 0.3
 """Of its excess that a slow device must wait less than its peers."""
-
-_MANY = 64
-"""Devices of a stage beyond which it makes no difference to leave one out of a spread."""
-_MAD = 1.4826
-_MEDIAN_ERROR = 1.2533
 
 
 @dataclass(frozen=True)
@@ -81,22 +77,20 @@ class SlowDevices:
 
 def find_slow(times: StepTimes) -> SlowDevices:
     """The slow devices of a window of steps."""
-    stages = {name: _by_stage(seconds) for name, seconds in times.computed.items()}
-    waits, length = _median(_by_stage(times.waited)), _median(_by_stage(times.whole))
-    less = -_beside_peers(waits[None])[0]
+    stages = {name: by_stage(seconds) for name, seconds in times.computed.items()}
+    waits, length = median(by_stage(times.waited)), median(by_stage(times.whole))
+    less = -beside_peers(waits[None])[0]
     excess: dict[str, np.ndarray] = {}
     found: list[SlowDevice] = []
     for name, seconds in stages.items():
-        more = _beside_peers(seconds)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            relative = seconds / (seconds - more) - 1
-        relative[~np.isfinite(relative)] = np.nan
-        over = _median(relative)
+        more = beside_peers(seconds)
+        relative = excess_over_peers(seconds, more)
+        over = median(relative)
         excess[name] = over.reshape(times.mesh.pipe, times.mesh.data, times.mesh.tensor)
-        parts = np.sum([_median(part) >= LEAST_EXCESS for part in np.array_split(relative, PARTS)], axis=0)
-        cost = _median(more)
+        parts = np.sum([median(part) >= LEAST_EXCESS for part in np.array_split(relative, PARTS)], axis=0)
+        cost = median(more)
         enough = (~np.isnan(relative)).sum(axis=0) >= FEWEST_STEPS
-        slow = enough & (over >= np.maximum(LEAST_EXCESS, SIGMAS * _deviation(relative, over))) & (parts >= HOLDS)
+        slow = enough & (over >= np.maximum(LEAST_EXCESS, SIGMAS * deviation(relative, over))) & (parts >= HOLDS)
         slow &= (cost >= LEAST_SHARE * length) & (less >= LEAST_EVIDENCE * cost)
         for stage, place in np.argwhere(slow).tolist():
             device = stage * slow.shape[1] + place
@@ -107,53 +101,6 @@ def find_slow(times: StepTimes) -> SlowDevices:
             found.append(SlowDevice(device, rank, host, *where, name, float(over[stage, place]), seconds_more, number, ratio))
     found.sort(key=lambda slow: (-slow.excess_s, slow.device))
     return SlowDevices(excess, tuple(found), _notes(times))
-
-
-def _by_stage(seconds: np.ndarray) -> np.ndarray:
-    """[step, pipe, data, tensor] as [step, stage, peer]."""
-    return seconds.reshape(*seconds.shape[:2], -1)
-
-
-def _median(values: np.ndarray) -> np.ndarray:
-    """Over the first axis, of what is known; NaN where nothing is."""
-    return _sorted_medians(np.sort(values, axis=0), 0)
-
-
-def _sorted_medians(ordered: np.ndarray, axis: int) -> np.ndarray:
-    count = (~np.isnan(ordered)).sum(axis=axis, keepdims=True)
-    low, high = np.maximum((count - 1) // 2, 0), np.maximum(count // 2, 0)
-    middle = [np.take_along_axis(ordered, np.minimum(at, ordered.shape[axis] - 1), axis) for at in (low, high)]
-    return np.squeeze((middle[0] + middle[1]) / 2, axis)
-
-
-def _beside_peers(values: np.ndarray) -> np.ndarray:
-    """Of values [..., peer] the difference to the median of the others, NaN where there is none; NaNs are nobody's peers."""
-    order = np.argsort(values, axis=-1)
-    ordered = np.take_along_axis(values, order, -1)
-    others = (~np.isnan(ordered)).sum(axis=-1, keepdims=True) - 1
-    at, last = np.arange(values.shape[-1]), values.shape[-1] - 1
-    middle = [np.minimum(np.maximum(number, 0) + (at <= number), last) for number in ((others - 1) // 2, others // 2)]
-    medians = (np.take_along_axis(ordered, middle[0], -1) + np.take_along_axis(ordered, middle[1], -1)) / 2
-    result = np.empty_like(values)
-    np.put_along_axis(result, order, np.where(others > 0, ordered - medians, np.nan), -1)
-    return result
-
-
-def _deviation(relative: np.ndarray, over: np.ndarray) -> np.ndarray:
-    """Standard deviation of a device's excess where it is like its peers, float64[stage, peer]."""
-    steps = np.maximum((~np.isnan(relative)).sum(axis=0), 1)
-    within = _median(_median(np.abs(relative - over)).T)[:, None] * _MEDIAN_ERROR * _MAD / np.sqrt(steps)
-    return np.fmax(within, _MAD * _peers_spread(over))
-
-
-def _peers_spread(over: np.ndarray) -> np.ndarray:
-    """Median absolute deviation of every device's peers, float64[stage, peer]; one peer has none."""
-    count = over.shape[1]
-    if count > _MANY:
-        return np.broadcast_to(_median(np.abs(over - _median(over.T)[:, None]).T)[:, None], over.shape)
-    peers = np.where(np.eye(count, dtype=bool), np.nan, over[:, None, :])
-    middle = np.moveaxis(peers, -1, 0)
-    return np.nan_to_num(_median(np.abs(middle - _median(middle))))
 
 
 def _notes(times: StepTimes) -> tuple[str, ...]:

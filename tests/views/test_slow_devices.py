@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale_jax.config.layout import MeshShape
-from megascale_jax.views.slow_devices import _beside_peers, find_slow
+from megascale_jax.views.peers import beside_peers
+from megascale_jax.views.slow_devices import find_slow
 from megascale_jax.views.step_times import PASSES, StepTimes
 
 MESH = MeshShape(2, 2, 2)
@@ -129,7 +130,7 @@ def test_what_costs_next_to_nothing_is_not_slow():
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.one_of(st.just(float("nan")), st.floats(0.0, 100.0)), min_size=1, max_size=9))
 def test_peers_leave_a_device_itself_out(values):
-    found = _beside_peers(np.array([values]))[0]
+    found = beside_peers(np.array([values]))[0]
     for at, value in enumerate(values):
         others = [other for place, other in enumerate(values) if place != at and not np.isnan(other)]
         expected = value - np.median(others) if others else np.nan
