@@ -22,6 +22,7 @@ from megascale_jax.observe.output import outlive_full_disks
 if TYPE_CHECKING:
     from megascale_jax.cluster.backends.base import Engine
     from megascale_jax.cluster.journal import Journal
+    from megascale_jax.cluster.suspects import Suspects
     from megascale_jax.config.schema import Experiment
     from megascale_jax.train.folder import RunFolder
 
@@ -167,6 +168,7 @@ def _drive(job: _Request) -> dict[str, Any] | None:
     from megascale_jax.cluster.messages import Desired
     from megascale_jax.cluster.seats import shapes_of
     from megascale_jax.cluster.status import status_of
+    from megascale_jax.cluster.webhook import Webhook
     from megascale_jax.comm.storage import Storage
     from megascale_jax.observe.events import EVENTS_FOLDER, Events
 
@@ -185,13 +187,18 @@ def _drive(job: _Request) -> dict[str, Any] | None:
         security = job.security or secure(place, names, (engine.host,))
         listen = (engine.host, port_of(journal, engine.host, job.port))
         machines = engine.backend(Start(job.relay or listen, security, place, job.command))
+        if (webhook := Webhook.of(config.webhook, folder.path.name, say)) is not None:
+            stack.callback(webhook.close)
         watcher = Watcher(config, Limits.of(config, journal.fact("limits")))
         clock = JournalClock(max((event.at_s for event in events), default=0.0))
 
         def make(send: Callable[[str, Desired], None]) -> Driver:
             events = Events(folder.path / EVENTS_FOLDER if experiment.train.events.enabled else None, role="driver")
             stack.callback(events.close)
-            driver = Driver(journal, config, shapes, names, experiment.train.steps, machines, watcher, clock, send, say, events)
+            suspects = _suspects(experiment, folder.path, place)
+            total = experiment.train.steps
+            driver = Driver(journal, config, shapes, names, total, machines, watcher, clock, send, say, events, suspects, webhook)
+            stack.callback(driver.governor.close)
             if job.metrics_port is not None:
                 stack.enter_context(exported(driver, Rates.of(experiment, job.nodes), job.metrics_port, say))
             return driver
@@ -200,6 +207,17 @@ def _drive(job: _Request) -> dict[str, Any] | None:
         link = Security.load(security, role="driver")
         steps = partial(published_steps, Storage(folder.place(experiment)))
         return status_of(uvloop.run(drive_job(place, link, listen, make, rule, say, saved=steps, leaves=bool(engine.launch))))
+
+
+def _suspects(experiment: "Experiment", run: Path, place: Path) -> "Suspects | None":
+    """What looks for slow nodes in the events of a run; ``None`` where it is not to, or there will be no stamps to look at."""
+    from megascale_jax.cluster.suspects import Suspects
+
+    config, events = experiment.cluster.slow_nodes, experiment.train.events
+    if config.action == "off" or not (events.enabled and events.stamps):
+        return None
+    command = (sys.executable, "-m", "megascale_jax.views.slow_nodes", str(run))
+    return Suspects(command, config, place / "slow_nodes.log", say)
 
 
 def _patiently(open_it: "Callable[[], Journal]") -> "Journal":

@@ -139,6 +139,10 @@ def _show(found: dict[str, Any]) -> None:
     console.print(table)
     for incident in found["incidents"]:
         console.print(Text(incident["text"]))
+    for name, one in found["slow"].items():
+        checks = f"; checks: {one['findings']}" if one["findings"] else ""
+        times = f", {one['isolations']} isolation(s)" if one["isolations"] else ""
+        console.print(Text(f"slow: {name} {one['stage']} {found['now_s'] - one['since_s']:.0f} s ago{times}: {one['evidence']}{checks}"))
     for what, text in found["where"].items():
         console.print(Text(f"{what}: {text}", style="dim"))
     for at_s, text in found["observed"]:

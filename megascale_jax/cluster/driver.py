@@ -18,6 +18,7 @@ from megascale_jax.cluster.diagnose.network import MOST_ROUNDS
 from megascale_jax.cluster.diagnose.nic import Baseline
 from megascale_jax.cluster.diagnose.request import Node
 from megascale_jax.cluster.examination import Examination
+from megascale_jax.cluster.governor import Governor
 from megascale_jax.cluster.journal import Journal
 from megascale_jax.cluster.lifecycle import ENDS, NodeStatus, Phase
 from megascale_jax.cluster.messages import Beat, Desired, Diagnosis, Hello
@@ -26,6 +27,7 @@ from megascale_jax.cluster.reports import ProcessReport
 from megascale_jax.cluster.state import (
     Advanced,
     Anomaly,
+    Diagnosed,
     Elapsed,
     Ended,
     Event,
@@ -40,6 +42,8 @@ from megascale_jax.cluster.state import (
 )
 from megascale_jax.cluster.story import told
 from megascale_jax.cluster.supply import Supply
+from megascale_jax.cluster.suspects import Suspects
+from megascale_jax.cluster.webhook import Webhook
 from megascale_jax.config.cluster import ClusterConfig
 from megascale_jax.errors import JournalError
 from megascale_jax.observe.events import Events
@@ -78,10 +82,13 @@ class Driver:
         outbox: Callable[[str, Desired], None],
         say: Callable[[str], None] = print,
         events: Events | None = None,
+        suspects: Suspects | None = None,
+        webhook: Webhook | None = None,
     ):
         """Read the journal: the job is where it was. Raises RunFolderError for a journal that cannot be read.
 
-        ``events`` are told what the journal is, and phases; the journal stays the truth.
+        ``events`` are told what the journal is, and phases; the journal stays the truth. ``suspects``: looks for slow nodes.
+        ``webhook``: is told what people should hear.
         """
         self.journal, self.config, self.names, self.total_steps = journal, config, names, total_steps
         self.backend, self.watcher, self.clock, self._outbox, self._say = backend, watcher, clock, outbox, say
@@ -112,6 +119,8 @@ class Driver:
         self._unwritten = ""
         """Why the journal cannot be written."""
         self.examination: Examination | None = None
+        self.webhook = webhook
+        self.governor, self._govern_at = Governor(config, suspects), now
 
     # What arrives.
 
@@ -140,8 +149,10 @@ class Driver:
                 if hello is not None and is_back and self.backend.is_alive(name) is not False:  # else its last words were late
                     self._present(name, hello)  # it was silent, and its connection has survived
                     self.beats[name] = message
-            case Diagnosis() if self.examination is not None:
-                self.examination.heard(name, message)
+            case Diagnosis():
+                self.governor.heard(name, message)
+                if self.examination is not None:
+                    self.examination.heard(name, message)
             case _:
                 pass
 
@@ -196,6 +207,10 @@ class Driver:
         if self.state.phase in (Phase.SUSPENDED, Phase.STOPPING):
             self._confirm(now)
         self._diagnose(now)
+        if now >= self._govern_at:
+            self._govern_at = now + _WATCH_S
+            for event in self.governor.look(now, self.state, self.step, self._in_pairs):
+                self.record(event)
         limits = [at_s for at_s in (deadline(self.state, self.config), looks_again_at(self.state, self.config)) if at_s is not None]
         if limits and now >= min(limits):
             self.record(Elapsed(at_s=now, phase=self.state.phase, since_s=self.state.since_s))
@@ -214,6 +229,8 @@ class Driver:
             self._stuck |= {name for name, node in self.state.nodes.items() if node.lost_at_s != before.nodes[name].lost_at_s}
         for line in told(before, self.state, event):
             self._say(line)
+        if self.webhook is not None:
+            self.webhook.changed(before, self.state, self.state.best_step)
         if before.phase != self.state.phase:
             self._first_finding_s = None
         if before.attempt != self.state.attempt:
@@ -240,8 +257,9 @@ class Driver:
             said = self._told.get(name)
             # thousands of nodes are told again what they know: it is not made anew each time
             wanted = said[0] if is_same and said is not None else desired(self.state, name, self.config, ranks)
-            if self.examination is not None:
-                wanted = wanted.model_copy(update={"diagnosis": self.examination.order(name)})
+            order = self.examination.order(name) if self.examination is not None else self.governor.order(name)
+            if order != wanted.diagnosis:
+                wanted = wanted.model_copy(update={"diagnosis": order})
             if said is None or said[0] != wanted or now >= said[1] + _REPEAT_S:
                 self._told[name] = (wanted, now)
                 self._outbox(name, wanted)
@@ -344,9 +362,9 @@ class Driver:
         if self.examination is None:
             nodes = [name for name, node in self.state.nodes.items() if node.lost_at_s is None and node.status != NodeStatus.EVICTED]
             known = {name: self._in_pairs(name) for name in nodes}
-            self.examination = Examination(self.state.attempt, incident, known, Baseline(), self.config.diagnose_s)
-        if (result := self.examination.result(now)) is not None:
-            self.record(result)
+            self.examination = Examination(known, Baseline(), self.config.diagnose_s, is_full=not incident.named)
+        if (found := self.examination.result()) is not None:
+            self.record(Diagnosed(at_s=now, attempt=self.state.attempt, bad=found.bad, findings=found.findings))
             self.examination = None
 
     def _in_pairs(self, name: str) -> Node:

@@ -6,6 +6,7 @@ by round, until the one that is bad is told from those it was tried with.
 
 import secrets
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -14,7 +15,6 @@ from megascale_jax.cluster.diagnose.fleet import judge_all, no_answer, plan_roun
 from megascale_jax.cluster.diagnose.nic import Baseline
 from megascale_jax.cluster.diagnose.request import Node, PairTask
 from megascale_jax.cluster.messages import Diagnosis, DiagnosisOrder
-from megascale_jax.cluster.state import Diagnosed, Incident
 
 QUICK = alone(("host", "gpu", "nic"))
 """Without measuring: seconds. For an incident whose node is known."""
@@ -24,13 +24,19 @@ _ROUNDS = 100
 """More than the rounds of one diagnosis. The first number is random, so a driver that begins anew takes no answer for another's."""
 
 
-class Examination:
-    """One diagnosis of all nodes that can be reached."""
+class Found(NamedTuple):
+    """By node: what is bad, and what else a person should know."""
 
-    def __init__(self, attempt: int, incident: Incident, nodes: Mapping[str, Node], baseline: Baseline, limit_s: float):
-        """``limit_s``: of the whole, for the probes; that it ends is the driver's to see."""
-        self._attempt, self._nodes, self._baseline, self._limit_s = attempt, dict(nodes), baseline, limit_s
-        self._is_full = not incident.named
+    bad: dict[str, str]
+    findings: dict[str, str]
+
+
+class Examination:
+    """One diagnosis of nodes that can be reached."""
+
+    def __init__(self, nodes: Mapping[str, Node], baseline: Baseline, limit_s: float, *, is_full: bool):
+        """``limit_s``: of the whole, for the probes; that it ends is the driver's to see. ``is_full``: devices are measured, too."""
+        self._nodes, self._baseline, self._limit_s, self._is_full = dict(nodes), baseline, limit_s, is_full
         self._share_machines = len({node.address for node in nodes.values()}) < len(nodes)
         """Then each of them slows the others down, and no rate says anything about one of them."""
         self._speak_for_machine = {node.address: name for name, node in sorted(nodes.items(), reverse=True)}
@@ -74,7 +80,12 @@ class Examination:
             outcomes = tuple(no_answer(check, self._tasks.get(name)).model_dump(mode="json") for check in checks)
             self.heard(name, Diagnosis.model_validate({"round": self._round, "outcomes": outcomes}))
 
-    def result(self, now_s: float) -> Diagnosed | None:
+    def rates(self, name: str) -> str:
+        """What was measured on a node, in words."""
+        measured = [one for one in self._outcomes[name] if one.check in CHECKS and CHECKS[one.check].compared]
+        return ", ".join(str(number) for one in measured for number in one.numbers)
+
+    def result(self) -> Found | None:
         """The verdict once all have answered."""
         if self._waiting:
             return None
@@ -94,4 +105,4 @@ class Examination:
             elif finding.node:
                 bad[finding.node] = "; ".join(filter(None, (bad.get(finding.node), f"{finding.check}: {finding.reason}")))
         findings = {finding.node: f"suspect: {finding.check}: {finding.reason}" for finding in suspects if finding.node not in bad}
-        return Diagnosed(at_s=now_s, attempt=self._attempt, bad=bad, findings=findings)
+        return Found(bad, findings)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from megascale_jax.cluster.lifecycle import NodeStatus, Phase, check_phase, check_status
-from megascale_jax.cluster.state import LOSS_SPIKE, Incident, Node, State, Suspicion
+from megascale_jax.cluster.state import LOSS_SPIKE, SLOW_NODE, Incident, Node, State, Suspicion
 from megascale_jax.config.cluster import ClusterConfig
 
 GROW = "grow"
@@ -21,7 +21,7 @@ def suspended(state: State, at_s: float, suspicions: tuple[Suspicion, ...], step
     """Begin an incident."""
     rewind = next((one.rewind for one in suspicions if one.rewind is not None), None)
     # what is given up by a rewind is not worth a save, and saving it would let retention take what the run is to go back to
-    saves_first = rewind is None and any(one.rule in (OPERATOR, GROW) for one in suspicions)
+    saves_first = rewind is None and any(one.rule in (OPERATOR, GROW, SLOW_NODE) for one in suspicions)
     incident = Incident(
         number=len(state.incidents) + 1,
         suspicions=suspicions,
@@ -45,13 +45,18 @@ def evicted(state: State, name: str, reason: str, at_s: float, config: ClusterCo
         return state
     before = recent(state.evictions_s, at_s, config)
     if len(before) >= config.max_evictions:
-        alarm = f"{name} should be evicted ({reason}), but {len(before)} nodes were within {config.strike_window_s:.0f} s; evict it by hand"
-        return state if alarm in state.alarms else state.model_copy(update={"alarms": (*state.alarms, alarm)})
+        why = f"{len(before)} nodes were within {config.strike_window_s:.0f} s"
+        return alarmed(state, f"{name} should be evicted ({reason}), but {why}; evict it by hand")
     state = moved(state, name, NodeStatus.EVICTED, reason=reason, is_out_of_service=True)
     incident = state.incident
     if incident is not None:
         state = with_incident(state, evicted=(*incident.evicted, name))
     return state.model_copy(update={"evictions_s": (*before, at_s)})
+
+
+def alarmed(state: State, alarm: str) -> State:
+    """With something that a person should look at; the same is said once."""
+    return state if alarm in state.alarms else state.model_copy(update={"alarms": (*state.alarms, alarm)})
 
 
 def busy(state: State) -> list[str]:
@@ -61,7 +66,7 @@ def busy(state: State) -> list[str]:
 
 
 def is_planned(state: State) -> bool:
-    """Whether the incident at hand is an operator's or the job growing back: processes save first."""
+    """Whether the incident at hand is an operator's, the job growing back or a slow node: processes save first."""
     return state.incident is not None and state.incident.is_planned
 
 

@@ -6,6 +6,7 @@ Applying the journal's events to the first state gives the present one (paper se
 
 from collections.abc import Mapping
 
+from megascale_jax.cluster.governance import isolated, rechecked, taken_back, with_window
 from megascale_jax.cluster.lifecycle import ENDS, NodeStatus, Phase
 from megascale_jax.cluster.messages import Assignment, Desired
 from megascale_jax.cluster.moves import (
@@ -36,9 +37,11 @@ from megascale_jax.cluster.state import (
     Event,
     Idle,
     Joined,
+    Judged,
     Lost,
     Node,
     Ordered,
+    Rechecked,
     Restored,
     Shape,
     State,
@@ -75,13 +78,17 @@ def apply(state: State, event: Event, config: ClusterConfig) -> State:
         case Diagnosed() if event.attempt == state.attempt and state.phase == Phase.DIAGNOSING:
             state = _diagnosed(state, event, config)
         case Advanced() if event.attempt == state.attempt and state.phase in ACTIVE:
-            state = _advanced(state, event)
+            state = _advanced(state, event, config)
         case Ended() if event.attempt == state.attempt and state.phase in ACTIVE | {Phase.STOPPING}:
             state = _ended(state, event)
         case Elapsed() if event.phase == state.phase and event.since_s == state.since_s:
             state = _elapsed(state, event, config)
         case Restored() if event.node in state.nodes and state.nodes[event.node].status != NodeStatus.EVICTED:
             state = moved(state, event.node, state.nodes[event.node].status, is_out_of_service=False)
+        case Judged() if event.attempt == state.attempt and state.phase == Phase.RUNNING:
+            state = with_window(state, event, config.slow_nodes)
+        case Rechecked():
+            state = rechecked(state, event, config)
         case Ordered():
             state = _ordered(state, event, config)
         case _:
@@ -152,7 +159,7 @@ def _joined(state: State, event: Joined) -> State:
     if status in (NodeStatus.LOST, NodeStatus.READY, NodeStatus.ASSIGNED):
         status = NodeStatus.ASSIGNED if has_seat else NodeStatus.READY
     if status == NodeStatus.EVICTED and event.machine != old.machine:  # the engine has put another machine in its place
-        state = with_node(state, event.node, Node(status=NodeStatus.READY, **fresh))
+        state = with_node(taken_back(state, event.node), event.node, Node(status=NodeStatus.READY, **fresh))
     else:
         if status in (NodeStatus.CORDONED, NodeStatus.EVICTED):
             fresh["reason"] = old.reason
@@ -232,10 +239,11 @@ def _blamed(state: State, suspicions: tuple[Suspicion, ...]) -> tuple[str, ...]:
     return named if 2 * len(named) <= len(state.seats) else ()
 
 
-def _advanced(state: State, event: Advanced) -> State:
+def _advanced(state: State, event: Advanced, config: ClusterConfig) -> State:
+    has_saved = event.saved_step > state.saved_step
     state = reached(state, event.step).model_copy(update={"saved_step": max(state.saved_step, event.saved_step)})
     if state.phase != Phase.RESTORING:
-        return state
+        return isolated(state, event.at_s, config) if has_saved else state
     if state.incident is not None:
         state = with_incident(state, restored_s=event.at_s, resumed_step=event.resumed_step)
     return to_phase(state, Phase.RUNNING, event.at_s)
@@ -293,7 +301,7 @@ def _ordered(state: State, event: Ordered, config: ClusterConfig) -> State:
             return state
         has_seat = event.node in state.seats and node.status == NodeStatus.CORDONED
         status = NodeStatus.LOST if node.lost_at_s is not None else NodeStatus.ASSIGNED if has_seat else NodeStatus.READY
-        return moved(state, event.node, status, reason="", faults_s=())
+        return moved(taken_back(state, event.node), event.node, status, reason="", faults_s=())
     if event.action == "cordon":
         return state if node.status == NodeStatus.EVICTED else moved(state, event.node, NodeStatus.CORDONED, reason=f"by {event.by}")
     if node.status == NodeStatus.EVICTED:

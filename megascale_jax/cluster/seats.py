@@ -1,5 +1,6 @@
 """Which node gets which rank: survivors keep theirs, so that what their hosts hold in memory fits them; spares fill the holes."""
 
+from megascale_jax.cluster.governance import released
 from megascale_jax.cluster.lifecycle import NodeStatus, Phase
 from megascale_jax.cluster.moves import EXIT_NO_NODES, rewound, to_phase, with_incident
 from megascale_jax.cluster.state import Node, Shape, State
@@ -26,7 +27,7 @@ def fill(state: State, at_s: float, config: ClusterConfig) -> tuple[tuple[str | 
             seats[rank] = None
     spares = sorted(
         (name for name, node in state.nodes.items() if name not in seats and node.status in (NodeStatus.READY, NodeStatus.ASSIGNED)),
-        key=lambda name: (len(state.nodes[name].faults_s), _natural(name)),
+        key=lambda name: (name in state.slow, len(state.nodes[name].faults_s), _natural(name)),
     )
     for rank, name in enumerate(seats):
         if name is None and spares:
@@ -39,6 +40,9 @@ def fill(state: State, at_s: float, config: ClusterConfig) -> tuple[tuple[str | 
 def seated(state: State, at_s: float, config: ClusterConfig) -> State:
     """Fill the seats; on with the next attempt when all are taken, with fewer when the time is up and it may be."""
     seats, waits = fill(state, at_s, config)
+    if None in seats and not waits and (others := released(state, at_s)) is not state:
+        state = others
+        seats, waits = fill(state, at_s, config)
     nodes = dict(state.nodes)
     for name, node in nodes.items():
         if node.status in (NodeStatus.READY, NodeStatus.ASSIGNED):

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megascale_jax.cluster.lifecycle import NodeStatus, Phase
 
-CORRUPTION, LOSS_SPIKE = "corruption", "loss_spike"
+CORRUPTION, LOSS_SPIKE, SLOW_NODE = "corruption", "loss_spike", "slow_node"
 """Rules whose findings are dealt with in a way of their own."""
 
 Rewind = tuple[int, int, int]
@@ -31,6 +31,44 @@ class Suspicion(_Value):
     """False: a consequence of something else, such as a lost connection to a peer that died."""
     rewind: Rewind | None = None
     """What would undo it."""
+
+
+class SlowPass(_Value):
+    """Evidence that a node computed slower than its peers in a window: the pass in which that was worst, as in `slow_windows.PassTimes`."""
+
+    name: str
+    excess: float
+    usual: float
+    """Its excess in the windows from which it was learned."""
+    cost_s: float
+    waits_less: float
+
+
+class SlowWindow(_Value):
+    """Steps ``first <= step < end``, and the nodes that were slow in them."""
+
+    first: int
+    end: int
+    slow: dict[str, SlowPass]
+
+
+class Profile(_Value):
+    """What is usual for a node: its excess over its peers by pass, in the first windows after it came. ``machine``: what it ran on."""
+
+    machine: str
+    windows: int = 0
+    excess: dict[str, tuple[float, ...]] = {}
+
+
+class Governed(_Value):
+    """A node that is or was suspected of being slow; ``stage`` moves only as `governance.py` says."""
+
+    stage: Literal["suspected", "isolated", "returned", "archived"]
+    since_s: float
+    evidence: str
+    isolations: int = 0
+    findings: str = ""
+    """Of the checks after its last isolation."""
 
 
 class Node(_Value):
@@ -105,6 +143,12 @@ class State(_Value):
     evictions_s: tuple[float, ...] = ()
     """Automatic ones."""
     incidents: tuple[Incident, ...] = ()
+    profiles: dict[str, Profile] = {}
+    slow_windows: tuple[SlowWindow, ...] = ()
+    """The newest ones."""
+    slow: dict[str, Governed] = {}
+    isolations_s: tuple[float, ...] = ()
+    """When a node was isolated because it was slow."""
     alarms: tuple[str, ...] = ()
     """What a person should look at."""
     outcome: str = ""
@@ -203,6 +247,25 @@ class Restored(_Event):
     node: str
 
 
+class Judged(_Event):
+    """The nodes that were slow in a window of steps. ``usual``: excess by pass of those of which it is still learned."""
+
+    kind: Literal["judged"] = "judged"
+    attempt: int
+    window: SlowWindow
+    usual: dict[str, dict[str, float]] = {}
+
+
+class Rechecked(_Event):
+    """The checks of an isolated node are over; ``bad``: what they found, empty when nothing. ``isolation``: which one of this node."""
+
+    kind: Literal["rechecked"] = "rechecked"
+    node: str
+    isolation: int
+    bad: str = ""
+    findings: str = ""
+
+
 class Ordered(_Event):
     """An operator's command, after all checks of who may give it."""
 
@@ -214,4 +277,7 @@ class Ordered(_Event):
     rewind: Rewind | None = None
 
 
-Event = Annotated[Joined | Lost | Anomaly | Idle | Diagnosed | Advanced | Ended | Elapsed | Restored | Ordered, Field(discriminator="kind")]
+Event = Annotated[
+    Joined | Lost | Anomaly | Idle | Diagnosed | Advanced | Ended | Elapsed | Restored | Judged | Rechecked | Ordered,
+    Field(discriminator="kind"),
+]

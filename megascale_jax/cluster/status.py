@@ -13,7 +13,7 @@ _TOLD = {"rank", "pid", "state", "exit_code", "signal", "step", "section", "in_s
 _SUSPICIONS = 8
 """Of an incident: on a large job all ranks may have one."""
 _SHOWN = 20
-"""Incidents in a status: an answer has a limited size, and the journal has them all."""
+"""Incidents, and slow nodes, in a status: an answer has a limited size, and the journal has them all."""
 
 
 def _incident(incident: Incident) -> dict[str, Any]:
@@ -46,6 +46,8 @@ def status_of(driver: Driver) -> dict[str, Any]:
         "num_incidents": len(state.incidents),
         "incidents": [_incident(incident) for incident in state.incidents[-_SHOWN:]],
         "observed": [[at_s, text] for at_s, text in driver.observed],
+        "slow": {name: one.model_dump(mode="json") for name, one in list(state.slow.items())[-_SHOWN:]},
+        "slow_windows": len(state.slow_windows),
         "step_limit_s": driver.watcher.limits.limit_s("step", STEADY),
         "compile_limit_s": driver.watcher.limits.limit_s("compile", {}),
         "alarms": list(state.alarms),

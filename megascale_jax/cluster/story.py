@@ -17,8 +17,10 @@ def told(before: State, after: State, event: Event) -> Iterator[str]:
     for name, node in after.nodes.items():
         if name in before.nodes and before.nodes[name].status != node.status == "evicted":
             yield f"{name} is evicted: {node.reason}"
-    for alarm in after.alarms[len(before.alarms) :]:
-        yield f"alarm: {alarm}"
+    yield from _governed(before, after)
+    for alarm in after.alarms if after.alarms is not before.alarms else ():
+        if alarm not in before.alarms:
+            yield f"alarm: {alarm}"
     if len(after.incidents) > len(before.incidents):
         yield from _began(after.incidents[-1])
     if before.phase == after.phase:
@@ -32,6 +34,22 @@ def told(before: State, after: State, event: Event) -> Iterator[str]:
         yield f"diagnosed: {_findings(after.incident)}"
     elif after.outcome:
         yield f"{after.phase}: {after.outcome}"
+
+
+def _governed(before: State, after: State) -> Iterator[str]:
+    for name in dict.fromkeys((*before.slow, *after.slow)):
+        old, new = before.slow.get(name), after.slow.get(name)
+        if (old.stage if old is not None else "") == (new.stage if new is not None else ""):
+            continue
+        if new is None or (old is not None and (old.stage, new.stage) == ("suspected", "returned")):
+            yield f"{name} is not suspected of being slow any more"
+        elif new.stage == "suspected":
+            yield f"{name} is suspected of being slow: {new.evidence}"
+        elif new.stage == "isolated":
+            yield f"{name} is isolated, for the {new.isolations}. time: {new.evidence}"
+        else:
+            what = "is a spare again, after those never suspected" if new.stage == "returned" else "is archived"
+            yield f"{name} {what}; its checks: {new.findings or 'nothing found'}"
 
 
 def described(suspicion: Suspicion) -> str:

@@ -3,9 +3,9 @@
 All times are seconds of the driver's or of one node's own monotonic clock; a wall clock that is wrong changes nothing.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 JOB_FOLDER = "cluster"
 """Where a driver keeps its journal, below the run folder."""
@@ -70,6 +70,33 @@ class RulesConfig(_Section):
     non_finite_steps: AtLeastOne = Field(default=8, description="skipped steps in a row that are an anomaly")
     step_drift_ratio: Annotated[float, Field(gt=1)] = Field(default=1.5, description="over the fastest the run has shown for a while")
     traffic_ratio: Annotated[float, Field(gt=0, lt=1)] = Field(default=0.5, description="of the median of the last minutes")
+
+
+class SlowNodesConfig(_Section):
+    """Nodes that compute slower than their peers in real steps, window by window; see `cluster/governance.py`."""
+
+    action: Mode = Field(
+        default="observe",
+        description="observe: a suspected node is an alarm, with the evidence; act: a spare takes its place once a checkpoint is there, "
+        "it is checked, and it is a spare again, or evicted when it comes to that a second time",
+    )
+    windows: AtLeastOne = Field(default=4, description="slow in so many of the last `of` windows makes a node suspected")
+    of: AtLeastOne = Field(default=5, description="see windows")
+    excess: Annotated[float, Field(gt=0, lt=10)] = Field(
+        default=0.05, description="a node is slow in a window if it computes longer than the median of its peers by this (0.05: 5 %)"
+    )
+    deviations: Annotated[float, Field(gt=0)] = Field(default=3.0, description="and by so many standard deviations of such a difference")
+    steps: Annotated[int, Field(ge=8)] = Field(default=40, description="steps of a window")
+    every_s: Seconds = Field(default=60.0, description="least time between the ends of two windows: what disturbs for a moment is in one")
+    baseline: AtLeastOne = Field(
+        default=3, description="windows in which it is learned what is usual for a node; up to half of `excess` is forgiven as that"
+    )
+
+    @model_validator(mode="after")
+    def _can_be(self) -> Self:
+        if self.windows > self.of:
+            raise ValueError(f"windows is {self.windows}, expected at most `of`, {self.of}")
+        return self
 
 
 class SlurmConfig(_Section):
@@ -139,5 +166,13 @@ class ClusterConfig(_Section):
     two_persons: bool = Field(default=True, description="an eviction by hand needs a second admin's confirmation")
     floors: FloorsConfig = Field(default=FloorsConfig(), description="least limits of sections")
     rules: RulesConfig = Field(default=RulesConfig(), description="anomalies")
+    slow_nodes: SlowNodesConfig = Field(default=SlowNodesConfig(), description="nodes that compute slower than their peers")
+    webhook: str | None = Field(
+        default=None,
+        pattern=r"^(https?://\S+|\$[A-Za-z_][A-Za-z0-9_]*)$",
+        max_length=2000,
+        description="where alarms and incidents are posted as JSON: an https URL, http to 127.0.0.1 only, or $NAME for the driver's "
+        "environment variable that holds it: most such URLs are secrets, and this file is kept with the run",
+    )
     slurm: SlurmConfig = Field(default=SlurmConfig(), description="nodes of a Slurm allocation")
     kubernetes: KubernetesConfig = Field(default=KubernetesConfig(), description="nodes that are pods")

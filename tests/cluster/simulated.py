@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megascale_jax.cluster.anomaly import Watcher
 from megascale_jax.cluster.diagnose.checks import Number, Outcome
@@ -70,6 +71,8 @@ class World:
     rewinds: list[tuple[int, int, int]] = field(default_factory=list)
     drops: Callable[[str], bool] = lambda name: False
     events: Events | None = None
+    suspects: Any = None
+    """What is asked for windows of steps, in place of a process."""
     _numbers: itertools.count = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
@@ -96,6 +99,7 @@ class World:
             self.tell,
             self.lines.append,
             self.events,
+            self.suspects,
         )
         self.driver = Driver(*args)
         for sim in self.sims.values():
