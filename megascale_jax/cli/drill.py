@@ -25,6 +25,8 @@ _OVERRIDES = (
 """A run without an end; one node may be hit again and again without being bad."""
 _COMPILES_ANEW = ("cluster.floors.compile=120",)
 """With the default of half an hour, the limit that was learned from the run would not be the one that counts."""
+_ISOLATES = ("cluster.slow_nodes.every_s=5", "cluster.slow_nodes.steps=20")
+"""Windows in short succession: nothing else happens on purpose meanwhile."""
 _SHRINKS = ("cluster.shrink=true", "cluster.wait_s=5")
 
 
@@ -57,12 +59,13 @@ def drill(
     Kinds: `process_killed`, `_halted` (SIGSTOP), `_frozen` (alive and stuck), `_slowed`; `executor_killed`, `_halted`; `beats_delayed`,
     `beats_dropped`, `node_partitioned`; `driver_killed`; `node_down`, `node_flapping`, `spares_exhausted`, `shrunk`; `disk_full`;
     `checkpoint_corrupt`, `silent_corruption`; `compile_slow` (only in a scenario: no process then starts with programs that an earlier one
-    has compiled). What cannot be done here is said, with the reason.
+    has compiled); `node_slow`, 11 % longer steps of one node (only in a scenario: the job then acts on slow nodes). What cannot be done
+    here is said, with the reason.
 
     Exit code 0: every fault was healed, the right node was named, no healthy one was evicted, all losses are as without faults; else 1.
     """
     from megascale_jax.cluster.drill import losses
-    from megascale_jax.cluster.drilled import OwnJob, RunningJob
+    from megascale_jax.cluster.drilled import ISOLATES, OwnJob, RunningJob
     from megascale_jax.cluster.faults import KINDS
     from megascale_jax.observe.report import check_json_path, write_json
 
@@ -70,7 +73,7 @@ def drill(
     if attach is not None and scenario is None:
         raise UsageError("--attach hurts a run that is somebody's: name its faults in a scenario file, such as `- kind: process_killed`")
     chosen = _scenario(scenario, KINDS) if scenario is not None else None
-    compiles = any(kind == "compile_slow" for kind, _ in chosen or ())
+    compiles, isolates = (any(kind == name for kind, _ in chosen or ()) for name in ("compile_slow", "node_slow"))
     with tempfile.TemporaryDirectory(prefix="megascale-drill-", ignore_cleanup_errors=True) as temporary:
         if attach is not None:
             found = _injected(RunningJob(attach), chosen, faults, seed, pause_s)
@@ -79,8 +82,9 @@ def drill(
             place.parent.mkdir(parents=True, exist_ok=True)
             command = [sys.executable, "-m", "megascale_jax.cli.main", "drive", experiment, *_OVERRIDES, *(_SHRINKS if shrink else ())]
             command += _COMPILES_ANEW if compiles else ()
+            command += (ISOLATES, *_ISOLATES) if isolates else ()
             command += ["--nodes", str(nodes), "--spares", str(spares)]
-            job = OwnJob(place, command, is_ours=run_folder is None, shrinks=shrink, compiles_anew=compiles)
+            job = OwnJob(place, command, is_ours=run_folder is None, shrinks=shrink, compiles_anew=compiles, isolates=isolates)
             say(f"{experiment} on {nodes} nodes and {spares} spares; the driver's words: {job.log}")
             try:
                 job.start()

@@ -24,6 +24,8 @@ from megascale_jax.cluster.small_disk import mount_small_disk, unmount
 from megascale_jax.errors import MegascaleError, UsageError
 from megascale_jax.observe.marks import DRILL
 
+ISOLATES = "cluster.slow_nodes.action=act"
+"""Of the command of a job that acts on slow nodes."""
 END_S = 60.0
 """Longest that a driver may take to end its job."""
 SUCCESSOR_S = 20.0
@@ -38,12 +40,21 @@ class OwnJob:
 
     flips_bits = True
 
-    def __init__(self, folder: Path, command: Sequence[str], *, is_ours: bool, shrinks: bool = False, compiles_anew: bool = False):
+    def __init__(
+        self,
+        folder: Path,
+        command: Sequence[str],
+        *,
+        is_ours: bool,
+        shrinks: bool = False,
+        compiles_anew: bool = False,
+        isolates: bool = False,
+    ):
         """Nodes reach their driver through a proxy; with ``is_ours`` the folder is the drill's, and a small disk where one may be mounted.
 
         Raises UsageError when the folder is there already.
         """
-        self.folder, self.shrinks, self.compiles_anew = folder, shrinks, compiles_anew
+        self.folder, self.shrinks, self.compiles_anew, self.isolates = folder, shrinks, compiles_anew, isolates
         self.power: Power | None = LocalPower(job_folder(folder) / NODES_FOLDER)
         self.log = folder.parent / f"{folder.name}.driver.log"
         self._environment = dict(os.environ) | {DRILL: "1"} | ({CACHE: "false"} if compiles_anew else {})
@@ -119,6 +130,7 @@ class RunningJob:
         self.has_small_disk = folder.is_mount() and shutil.disk_usage(folder).total <= DISK_BYTES
         self.flips_bits = DRILL in environment
         self.compiles_anew = environment.get(CACHE) == "false"
+        self.isolates = ISOLATES in command
 
     def status(self) -> dict[str, Any] | None:
         """What the driver says; ``None`` while there is none."""

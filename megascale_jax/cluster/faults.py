@@ -20,6 +20,7 @@ from megascale_jax.cluster.freezer import freezer_root, frozen, slowed
 from megascale_jax.cluster.injury import Fault, Injury, Job, Power, nothing
 from megascale_jax.cluster.lifecycle import NodeStatus
 from megascale_jax.cluster.slow_compile import CACHE, TIMES, SlowCompile
+from megascale_jax.cluster.slow_node import SlowNode
 from megascale_jax.cluster.small_disk import filled
 from megascale_jax.errors import MegascaleError, UsageError
 from megascale_jax.observe.marks import FLIP
@@ -228,6 +229,12 @@ def _compile_slow(job: Job, status: dict[str, Any], node: str) -> Injury:
     return Injury(frozenset({node}), compiling.release, compiling.is_enough, measured, amiss)
 
 
+def _node_slow(job: Job, status: dict[str, Any], node: str) -> Injury:
+    """Its process takes 11 % longer for each step, and nothing else shows it."""
+    slow = SlowNode(job, status, node, _pid(job, status, node))
+    return Injury(frozenset({node}), slow.release, slow.is_enough, slow.measured, slow.amiss)
+
+
 def _silent_corruption(job: Job, status: dict[str, Any], node: str) -> Injury:
     """One bit of one device's copy of a parameter is another; nothing else shows it. A node that was evicted for it is repaired."""
     process = status["nodes"][node]["processes"][0]
@@ -270,6 +277,10 @@ def _lacks_compilation(job: Job) -> str:
     return reason or _lacks_freezer(job)
 
 
+def _lacks_isolation(job: Job) -> str:
+    return _lacks_freezer(job) if job.isolates else "it does nothing about slow nodes (cluster.slow_nodes.action=act)"
+
+
 def _lacks_proxy(job: Job) -> str:
     return "" if job.proxy is not None else "its nodes reach their driver without a proxy of this drill"
 
@@ -308,6 +319,7 @@ KINDS: Mapping[str, Fault] = {
     "disk_full": Fault(_disk_full, hits_node=False, interrupts=None, lacks=_lacks_disk),
     "checkpoint_corrupt": Fault(_checkpoint_corrupt),
     "compile_slow": Fault(_compile_slow, lacks=_lacks_compilation, interruptions=1, limit_s=1200.0),
+    "node_slow": Fault(_node_slow, lacks=_lacks_isolation, interruptions=1, limit_s=1800.0, after_steps=30),
     "silent_corruption": Fault(_silent_corruption, lacks=_lacks_flips),
 }
 

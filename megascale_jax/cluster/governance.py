@@ -1,4 +1,4 @@
-"""What becomes of nodes that compute slower than their peers in real steps (paper, section 6.3: ~10 % slower, and clean in every test). Pure.
+"""What becomes of nodes that compute slower than their peers in real steps (paper, section 6.3: ~10 % slower, clean in tests). Pure.
 
     windows --judged--> suspected --next checkpoint--> isolated --checks--> returned (a spare again), or archived (evicted)
 
@@ -141,7 +141,7 @@ def described(name: str, windows: tuple[SlowWindow, ...]) -> str:
     excess = median(window.slow[name].excess for window in slow)
     return (
         f"{excess:.1%} longer in {worst.name} than its peers in {len(slow)} of {len(windows)} windows, steps {windows[0].first} to "
-        f"{windows[-1].end - 1} (at first {worst.usual:.1%}; {1e3 * worst.cost_s:.3g} ms a step, waits less by {worst.waits_less:.0%} of it)"
+        f"{windows[-1].end - 1} (usual {worst.usual:.1%}; {1e3 * worst.cost_s:.3g} ms a step, waits less by {worst.waits_less:.0%} of it)"
     )
 
 

@@ -40,6 +40,8 @@ class Job(Protocol):
     """Its processes flip a bit of their state when they are asked to."""
     compiles_anew: bool
     """Its processes compile at every start, and take nothing from those before."""
+    isolates: bool
+    """It acts on slow nodes (`cluster.slow_nodes.action`)."""
 
     def status(self) -> dict[str, Any] | None:
         """What the driver says; ``None`` while there is none."""

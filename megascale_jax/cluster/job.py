@@ -91,7 +91,9 @@ def _replayed(journal: Journal, shapes: tuple[Shape, ...], config: ClusterConfig
 
 
 def _terms(shapes: tuple[Shape, ...], config: ClusterConfig) -> str:
-    return json.dumps({"shapes": [shape.model_dump(mode="json") for shape in shapes], "cluster": config.model_dump(mode="json", exclude={"webhook"})})
+    return json.dumps(
+        {"shapes": [shape.model_dump(mode="json") for shape in shapes], "cluster": config.model_dump(mode="json", exclude={"webhook"})}
+    )
 
 
 def _shapes(terms: dict[str, Any]) -> tuple[Shape, ...]:

@@ -1,8 +1,8 @@
 """The analysis of windows of steps as a process of its own: it may hang, die, or write garbage, and the driver never waits for it.
 
 One process a window, at the lowest priority, that reads the run's events, writes one line and ends (`views/slow_nodes.py`; the layers
-put it above the driver, so the driver is given its command). It dies with the driver. One that lasts too long is killed; after `MOST_FAILURES` in
-a row none is started any more in this attempt, and that is said.
+put it above the driver, so the driver is given its command). It dies with the driver. One that lasts too long is killed; after
+`MOST_FAILURES` in a row none is started any more in this attempt, and that is said.
 """
 
 import fcntl

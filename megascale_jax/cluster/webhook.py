@@ -1,7 +1,7 @@
 """What people should hear of a job, posted to a URL as small JSON, in order; a receiver that is down, slow or hostile changes nothing.
 
-One daemon thread and a queue of `MOST_WAITING` messages: the driver only puts, and what finds no place is counted, and said when
-the next one arrives. A message is tried `TRIES` times, each within `LIMIT_S`, then it is dropped; so is one that the receiver refuses (4xx).
+One daemon thread and a queue of `MOST_WAITING` messages: the driver only puts, and what finds no place is counted and said. A message
+is tried `TRIES` times, each within `LIMIT_S`, then it is dropped; so is one that the receiver refuses (4xx).
 Redirects are not followed, answers are not read, proxies of the environment are not used. Neither the URL nor the token is ever shown.
 
     {"job": ..., "kind": "alarm" | "incident" | "recovered" | "suspicion" | "isolation" | "recheck" | "eviction" | "end",
@@ -12,10 +12,12 @@ import http.client
 import json
 import os
 import queue
+import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from urllib.parse import SplitResult, urlsplit
 
@@ -192,7 +194,9 @@ def _posted(parts: SplitResult, body: bytes, token: str | None) -> int:
     else:
         connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=LIMIT_S)
     headers = {"Content-Type": "application/json", "User-Agent": "megascale"} | ({"Authorization": f"Bearer {token}"} if token else {})
-    cut = threading.Timer(LIMIT_S, _cut, (connection,))  # the time-out is of each read: whoever sends a byte a second would hold it for ever
+    cut = threading.Timer(
+        LIMIT_S, _cut, (connection,)
+    )  # the time-out is of each read: whoever sends a byte a second would hold it for ever
     cut.daemon = True
     cut.start()
     try:
@@ -206,7 +210,5 @@ def _posted(parts: SplitResult, body: bytes, token: str | None) -> int:
 def _cut(connection: http.client.HTTPConnection) -> None:
     """End a connection that another thread waits for."""
     if (sock := connection.sock) is not None:
-        try:
-            sock.shutdown(2)
-        except OSError:
-            pass
+        with suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)

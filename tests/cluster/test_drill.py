@@ -35,7 +35,7 @@ def incident(number: int, began_s: float, named: list[str], **more: Any) -> dict
 class FakeJob:
     """Answers with the given incidents once the fault is there; trains on with every look."""
 
-    proxy, power, has_small_disk, shrinks, flips_bits, compiles_anew = None, None, False, False, False, False
+    proxy, power, has_small_disk, shrinks, flips_bits, compiles_anew, isolates = None, None, False, False, False, False, False
 
     def __init__(self, *incidents: dict[str, Any], observed: tuple[str, ...] = ()):
         self.folder, self.incidents, self.observed = Path("run"), incidents, observed

@@ -85,7 +85,7 @@ def test_after_a_driver_was_killed_there_is_one_again_and_never_two(started, mon
 
 def test_what_a_drill_may_do_to_it_is_seen_from_its_driver(started):
     job = started.start()
-    assert (job.power, job.flips_bits, job.compiles_anew, job.has_small_disk) == (None, False, False, False)
+    assert (job.power, job.flips_bits, job.compiles_anew, job.isolates, job.has_small_disk) == (None, False, False, False, False)
     started.end()
     started.file.unlink()
     job = started.start(backend="local", **{DRILL: "1", CACHE: "false"})

@@ -34,7 +34,7 @@ class Receiver:
                 receiver.tokens.append(self.headers["Authorization"])
                 answer(receiver, self, len(receiver.got))
 
-            def log_message(self, *_: object) -> None:
+            def log_message(self, format: str, *args: object) -> None:
                 pass
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -168,7 +168,7 @@ def test_a_closed_port_and_the_bound_of_the_queue(receiver, monkeypatch):
     ],
 )
 def test_other_urls_are_refused_without_being_repeated(url):
-    with pytest.raises(ConfigError, match="cluster.webhook") as refused:
+    with pytest.raises(ConfigError, match=r"cluster\.webhook") as refused:
         target_of("$HOOK", {"HOOK": url})
     assert "example" not in str(refused.value) and "pass@" not in str(refused.value)
 
