@@ -281,17 +281,44 @@ def test_a_check_that_finds_something_archives_the_isolated_node(tmp_path) -> No
 class Governance(Cluster):
     """The cluster of the driver's state machine, some of whose nodes are slow."""
 
-    @rule(slow=st.sets(st.sampled_from(Cluster.names), max_size=3), usual=st.sampled_from([{}, {"node-1": {"forward": 0.01}}]))
-    def judge(self, slow: set[str], usual: dict[str, dict[str, float]]) -> None:
+    @rule()
+    def go_on(self) -> None:
+        """All that can be overcome is: nodes are there, processes have ended, a diagnosis finds nothing, the next attempt trains."""
+        for name in self.names:
+            self.join(name, fresh=False)
+        for name in self.state.seats:
+            if name is not None:
+                self.idle(name)
+        self.diagnose(set())
+        self.wait(self.config.wait_s)
+        self.advance(min(40, self.state.best_step + 1))
+
+    @rule(slow=st.sets(st.sampled_from(Cluster.names), max_size=2), times=st.integers(1, 3), usual=st.floats(-0.1, 0.1))
+    def judge(self, slow: set[str], times: int, usual: float) -> None:
         evidence = {name: SlowPass(name="forward", excess=0.1, usual=0.0, cost_s=0.1, waits_less=1.0) for name in sorted(slow)}
         window = SlowWindow(first=0, end=8, slow=evidence)
-        self.on(Judged(at_s=self.now_s, attempt=self.state.attempt, window=window, usual=usual))
+        for _ in range(times):
+            self.on(Judged(at_s=self.now_s, attempt=self.state.attempt, window=window, usual={"node-1": {"forward": usual}}))
+
+    @rule()
+    def save(self) -> None:
+        step, saved = self.state.best_step, self.state.saved_step + 1
+        self.on(Advanced(at_s=self.now_s, attempt=self.state.attempt, step=step, saved_step=saved))
+
+    @rule(name=st.sampled_from(Cluster.names))
+    def slow(self, name: str) -> None:
+        """What isolates a node, wherever that is allowed."""
+        self.go_on()
+        self.judge({name}, times=SLOW.windows, usual=0.0)
+        self.save()
 
     @precondition(lambda self: self.state.slow)
-    @rule(data=st.data(), bad=st.sampled_from(["", "gemm is slow"]))
-    def recheck(self, data: st.DataObject, bad: str) -> None:
-        name = data.draw(st.sampled_from(sorted(self.state.slow)))
-        self.on(Rechecked(at_s=self.now_s, node=name, isolation=data.draw(st.integers(0, 2)), bad=bad))
+    @rule(data=st.data(), is_late=st.booleans(), bad=st.sampled_from(["", "gemm is slow"]))
+    def recheck(self, data: st.DataObject, is_late: bool, bad: str) -> None:
+        isolated = sorted(name for name, one in self.state.slow.items() if one.stage == "isolated")
+        name = data.draw(st.sampled_from(isolated or sorted(self.state.slow)))
+        isolation = self.state.slow[name].isolations - is_late
+        self.on(Rechecked(at_s=self.now_s, node=name, isolation=isolation, bad=bad))
 
     def on(self, event: Event) -> None:
         if not self.said:
@@ -315,7 +342,7 @@ class Governance(Cluster):
 
     @invariant()
     def isolations_keep_the_limit(self) -> None:
-        recent = [at for at in (*self.state.isolations_s, *()) if at > self.now_s - self.config.strike_window_s]
+        recent = [at for at in self.state.isolations_s if at > self.now_s - self.config.strike_window_s]
         assert len(recent) <= self.config.max_evictions
 
     @invariant()

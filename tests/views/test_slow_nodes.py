@@ -45,6 +45,7 @@ def test_a_slow_rank_is_told_by_pass_beside_the_other_ranks_of_its_stages():
     assert (found.attempt, found.first, found.end, len(found.ranks)) == (3, 0, 24, 8)
     slow = {one.rank: one.passes for one in found.ranks}[5]
     assert {name: round(one.excess, 3) for name, one in slow.items()} == dict.fromkeys((*made().computed, TOTAL), 0.1)
+    assert slow["forward"].cost_s == pytest.approx(0.1 * made().computed["forward"][0, 1, 0, 0]), "seconds of one device"
     assert slow[TOTAL].waits_less == pytest.approx(1, abs=0.01)
     assert all(abs(one.excess) < 1e-9 for rank in found.ranks if rank.rank != 5 for one in rank.passes.values())
     assert Window.model_validate_json(found.model_dump_json()) == found
