@@ -1,6 +1,7 @@
 """A real run of eight devices, one of which sleeps in its backward pass, is analyzed by its own stamps: that device is named."""
 
 import time
+from dataclasses import replace
 
 import jax
 
@@ -13,6 +14,7 @@ from megascale_jax.train.state import initial_state
 from megascale_jax.train.step import make_steps, place_batch, place_vote
 from megascale_jax.views.phases_replay import read_replays
 from megascale_jax.views.slow_devices import find_slow
+from megascale_jax.views.slow_nodes import window_of
 from megascale_jax.views.step_times import read_step_times
 from tests.build import experiment, plan_of, random_batch
 
@@ -54,3 +56,6 @@ def test_a_device_that_sleeps_in_its_backward_pass_is_named(tmp_path, monkeypatc
     worst = found[0]  # on CPUs others hide their wait for it in computes that run after a collective, so they may follow
     assert (worst.pipe, worst.data, worst.tensor, worst.optype) == (*SLOW, "backward")
     assert worst.waits_less > 0.3
+    window = window_of(replace(times, ranks=tuple(range(8))), attempt=1)  # as the driver hears of it, were each device a node's
+    slowest = max(window.ranks, key=lambda one: one.passes["backward"].cost_s)
+    assert slowest.rank == worst.device and slowest.passes["backward"].waits_less > 0.3
