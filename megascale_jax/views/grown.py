@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from megascale_jax.observe.event_sums import SumsReader
-from megascale_jax.parallel.pipeline.stamps import STEP_NAMES
+from megascale_jax.observe.step_sums import STEP_NAMES
 from megascale_jax.views.step_seconds import StepSeconds
 from megascale_jax.views.step_times import StepTimes, read_step_times
 

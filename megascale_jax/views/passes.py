@@ -19,7 +19,7 @@ from megascale_jax.observe.event_segments import Facts
 from megascale_jax.observe.event_store import EventStore
 from megascale_jax.observe.marks import SECTIONS
 from megascale_jax.observe.pulse import ALIVE, Alive
-from megascale_jax.parallel.pipeline.stamps import STEP_SPAN
+from megascale_jax.observe.step_sums import STEP_SPAN
 from megascale_jax.views.host_clocks import ahead_ns
 from megascale_jax.views.step_times import quoted
 

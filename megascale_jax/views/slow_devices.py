@@ -13,8 +13,6 @@ median of its peers in that step, itself left out. A device is slow in a pass if
    computation end before a collective does and all devices end a step together, so whoever computes longer is waited for and
    waits less itself, by about 1 of it. A device that only seems slow, because its compute hides a wait, does not.
 
-CPUs are such a case: their collectives run before the compute beside them, and not at the same time.
-
 Failure case: fewer than `FEWEST_STEPS` steps or no peer; nobody is called slow then, and the notes say so.
 """
 

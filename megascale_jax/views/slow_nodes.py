@@ -15,7 +15,6 @@ import numpy as np
 
 from megascale_jax.cluster.slow_windows import TOTAL, PassTimes, RankTimes, Window
 from megascale_jax.errors import MegascaleError
-from megascale_jax.observe.event_store import read_events
 from megascale_jax.observe.output import printable
 from megascale_jax.observe.priority import lowest_priority
 from megascale_jax.views.peers import beside_peers, by_stage, deviation, excess_over_peers, median
@@ -38,9 +37,9 @@ def window_of(times: StepTimes, attempt: int) -> Window:
     found: dict[int, dict[str, list[np.ndarray]]] = {}
     for name, seconds in (passes | {TOTAL: total}).items():
         by_rank = _by_rank(seconds, owners, ranks)
-        relative = excess_over_peers(by_rank)
-        over = median(relative)
-        cost = median(beside_peers(by_rank))
+        more = beside_peers(by_rank)
+        relative = excess_over_peers(by_rank, more)
+        over, cost = median(relative), median(more)
         evidence = np.divide(less, cost, out=np.zeros_like(cost), where=cost > 0)
         values = np.stack([over, deviation(relative, over), cost, evidence], axis=-1)
         enough = (~np.isnan(relative)).sum(axis=0) >= FEWEST_STEPS
@@ -94,8 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     lowest_priority()
     try:
-        with read_events(asked.run, steps=range(asked.first, asked.end)) as store:
-            window = window_of(read_step_times(store, (asked.first, asked.end)), asked.attempt)
+        window = window_of(read_step_times(asked.run, (asked.first, asked.end)), asked.attempt)
     except MegascaleError as error:
         print(error, file=sys.stderr)
         return 1

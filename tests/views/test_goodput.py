@@ -12,7 +12,7 @@ from megascale_jax.cluster.state import Anomaly, Suspicion
 from megascale_jax.errors import RunFolderError, UsageError
 from megascale_jax.observe.event_store import read_events
 from megascale_jax.observe.events import EVENTS_FOLDER
-from megascale_jax.parallel.pipeline.stamps import STEP_SPAN
+from megascale_jax.observe.step_sums import STEP_SPAN
 from megascale_jax.views.booking import HANG, KINDS, NOTHING, UNSEEN
 from megascale_jax.views.goodput import lost_passes, read_goodput
 from megascale_jax.views.passes import chosen_ranks, read_passes

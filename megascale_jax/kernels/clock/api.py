@@ -56,6 +56,11 @@ class Stamps:
         self.last = jnp.zeros(STAMP.shape, STAMP.dtype) if last is None and clock is not None else last
         self._taken: list[jax.Array] = []
 
+    @property
+    def is_of_host(self) -> bool:
+        """Whether these are stamps of CPU devices."""
+        return self.clock is not None and self.clock.is_of_host
+
     def take(self, after: Any) -> None:
         """A stamp once all of ``after`` is there, a tree of arrays. What reads them does not wait for it."""
         if self.clock is not None:

@@ -7,7 +7,9 @@ choose nothing but where inside a phase a transfer starts and ends. Element-wise
 its result. Weights and accumulators never pass a barrier: operations take them from the tick they are bound to.
 
 Time is stamped where a tick begins, when a phase's compute is done, and when its collectives are as well, so that computing and
-waiting are told apart; `stamps.py` says which stamp is which. Glue runs after the stamp of the phase that it had to wait for.
+waiting are told apart; `stamps.py` says which stamp is which. Glue runs after the stamp of the phase that it had to wait for. A CPU
+device runs one operation after the other, so its collectives hide under nothing: they come behind the compute and its stamp, or what
+they wait for others would be counted as computing.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -72,12 +74,16 @@ def run_phases(
         read = {name: known[name] for operation in chosen for name in operation.reads}
         token, read = stamps.tie((token, read))
         written: dict[str, Any] = {}
+        if stamps.is_of_host:
+            chosen.sort(key=lambda operation: operation.name != phase.compute)
         for operation in chosen:
             with jax.named_scope(operation.name):
                 results = execute(operation, tuple(read[name] for name in operation.reads))
             written.update(zip(operation.writes, results, strict=True))
             if operation.name == phase.compute and phase.collectives:
                 stamps.take(results)
+                if stamps.is_of_host:
+                    read = stamps.tie(read)
         token, written = stamps.mark(stamps.tie((token, written)))
         known.update(written)
         run_sinks()
