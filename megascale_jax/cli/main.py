@@ -30,6 +30,7 @@ from megascale_jax.cli import (
     profile,
     sample,
     schedule,
+    serve,
     trace,
     train,
     why,
@@ -71,6 +72,7 @@ app.command("trace")(trace.trace)
 app.command("why")(why.why)
 app.command("goodput")(goodput.goodput)
 app.command("profile")(profile.profile)
+app.command("serve")(serve.serve)
 app.command("keep")(keep.keep)
 app.command("schedule")(schedule.schedule)
 app.command("analyze")(analyze.analyze)

@@ -1,0 +1,90 @@
+"""Run folders as a dashboard meets them: healthy, hanging, large, empty, broken, and with names that want to be more than names."""
+
+import json
+
+import numpy as np
+
+from megascale_jax.config.layout import MeshShape
+from megascale_jax.observe.events import EVENTS_FOLDER
+from megascale_jax.views.step_times import StepTimes
+from tests.views.fake_ranks import ranks_of
+from tests.views.fake_run import make_run
+from tests.views.made_run import made_run
+
+MESH = (2, 2, 2)
+HOSTILE = "<script>document.title='owned'</script>\"><img src=x onerror=\"document.title='owned'\">\u202egnp.exe\x1b[31m"
+"""A name that runs, closes attributes, turns directions, and colours terminals."""
+
+
+def healthy(folder, *, slow=1.0, steps=range(1, 17), mesh=MESH):
+    """A small run that has ended; device 5 takes ``slow`` times as long backward."""
+    make_run(folder, steps=max(steps), evaluate_every=8)
+    place = tuple(int(one) for one in np.unravel_index(5, mesh))
+    made_run(folder, mesh=mesh, steps=steps, scale=lambda of, *at: slow if of == "backward" and at[:3] == place else 1.0, noise=0.01)
+    return folder
+
+
+def hanging(folder, *, mesh=MESH, stuck=5):
+    """A run in which one rank waits for its rows, and the others wait for it in collectives."""
+    with ranks_of(folder, mesh) as ranks:
+        for rank in ranks.events:
+            ended = ranks.train(rank, 20)
+            lane = ("tensor", "data", "pipe")[rank % 3]
+            waits = ("step", 22, (22, 3, 12, f"G.{lane}", lane))
+            ranks.stand(rank, ended, 200.0, *(("data", 21, None) if rank == stuck else waits))
+        ranks.flush()
+    return folder
+
+
+def empty(folder):
+    """A run that has not begun."""
+    folder.mkdir(parents=True)
+    return folder
+
+
+def broken(folder):
+    """Garbage in every file that a run has."""
+    rng = np.random.default_rng(0)
+    (folder / EVENTS_FOLDER).mkdir(parents=True)
+    garbage = rng.bytes(4096)
+    names = ("config.yaml", "metrics.jsonl", "summary.json", "cluster/journal.sqlite", "cluster/driver.json")
+    for name in (*names, "events/trainer-00000-1-1.00000.arrows", "events/trainer-00001-1-1.00000.parquet"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(garbage)
+    return folder
+
+
+def hostile(folder):
+    """A run whose folder, hosts and texts want to be more than text."""
+    folder = folder.with_name("<img src=x onerror=alert(1)>")
+    folder.mkdir(parents=True)
+    with ranks_of(folder, (1, 2, 1)) as ranks:
+        for rank, events in ranks.events.items():
+            events.describe(host=HOSTILE)
+            ended = ranks.train(rank, 20)
+            events.instant(HOSTILE, begin_ns=ranks.at(ended), step=20, text=HOSTILE)
+            waits = ("step", 22, (22, 3, 12, HOSTILE, "tensor"))
+            ranks.stand(rank, ended, 200.0, *(("data", 21, None) if rank == 1 else waits))
+        ranks.flush()
+    (folder / "config.yaml").write_text(json.dumps({"name": HOSTILE}))
+    return folder
+
+
+def large_times(mesh=(8, 192, 8), steps=100, slow=((3, 100, 5), 1.25)):
+    """The times of 12,288 devices over 100 steps as arrays; one is slower backward."""
+    rng = np.random.default_rng(1)
+    shape = (steps, *mesh)
+    base = {"forward": 1.0, "backward": 2.0, "weight": 1.0, "optimizer": 0.05}
+    computed = {name: seconds * (1 + 0.02 * rng.standard_normal(shape)) for name, seconds in base.items()}
+    place, factor = slow
+    computed["backward"][:, *place] *= factor
+    total = np.sum([*computed.values()], axis=0)
+    length = total.max(axis=(1, 2, 3), keepdims=True) * np.ones(shape)
+    size = int(np.prod(mesh))
+    hosts = tuple(f"host-{device // 8:04d}" for device in range(size))
+    waits = {("backward wait", "data"): length - total}
+    return StepTimes(
+        MeshShape(*mesh), np.arange(1, steps + 1), hosts, computed, np.zeros(shape), waits, length, (), None, tuple(range(size))
+    )
+
+
