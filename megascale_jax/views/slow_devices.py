@@ -101,6 +101,15 @@ def find_slow(times: StepTimes) -> SlowDevices:
     return SlowDevices(excess, tuple(found), _notes(times))
 
 
+def excess_of_steps(seconds: np.ndarray) -> np.ndarray:
+    """What every device takes beyond the median of its peers in each step, as a fraction; float64 [step, pipe, data, tensor], as given.
+
+    NaN: not known, or no peer.
+    """
+    stages = by_stage(seconds)
+    return excess_over_peers(stages, beside_peers(stages)).reshape(seconds.shape)
+
+
 def _notes(times: StepTimes) -> tuple[str, ...]:
     notes = []
     if times.mesh.data * times.mesh.tensor == 1:

@@ -233,19 +233,28 @@ def _rank_state(one: RankProgress, state: State, until_ns: int) -> RankState:
     return found if since_s is None else replace(found, since_s=max(0.0, round(since_s, 3)))
 
 
-def _where(one: RankProgress) -> str:
-    """What a rank does, in words."""
-    if not one.section:
-        return "nowhere that is known"
-    of = f" of step {one.step}" if one.step >= 0 else ""
-    if one.is_past:
-        return f"after {one.section}{of}"
+def operation_of(one: RankProgress) -> str:
+    """What a rank does or waits for, in words that ranks in the same place share; empty: not known."""
+    if not one.section or one.is_past:
+        return one.section and f"after {one.section}"
     device = one.slowest
     if device is None or device.passed.stamps >= device.passed.of:
-        return f"in {one.section}{of}"
+        return f"in {one.section}"
     does = "computing" if device.passed.lane == "compute" else f"waiting over {device.passed.lane} for"
+    return f"{does} {device.passed.name}"
+
+
+def _where(one: RankProgress) -> str:
+    """What a rank does, in words, and how far it is."""
+    if not one.section:
+        return "nowhere that is known"
+    what = operation_of(one)
+    of = f" of step {one.step}" if one.step >= 0 else ""
+    device = one.slowest
+    if one.is_past or device is None or device.passed.stamps >= device.passed.of:
+        return f"{what}{of}"
     tick = f" in tick {device.tick}" if device.tick >= 0 else ""
-    where = f"{does} {device.passed.name}{tick} of step {device.step}, stamp {device.passed.stamps} of {device.passed.of}"
+    where = f"{what}{tick} of step {device.step}, stamp {device.passed.stamps} of {device.passed.of}"
     return where if one.section in ("step", "compile") else f"{where} (main thread in {one.section}{of})"
 
 

@@ -29,7 +29,7 @@ def environment() -> Environment:
     found = Environment(
         loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    found.filters |= {"visible": visible, "signed": signed, "duration": duration}
+    found.filters |= {"visible": visible, "signed": signed, "duration": duration, "share": share}
     found.tests["missing"] = lambda value: isinstance(value, Missing)
     return found
 
@@ -73,6 +73,11 @@ def visible(text: object) -> str:
 def signed(fraction: float) -> str:
     """``+15.2 %``."""
     return f"{100 * fraction:+.1f} %"
+
+
+def share(fraction: float | None) -> str:
+    """``98 %``, ``?`` where it is not known."""
+    return "?" if fraction is None or fraction != fraction else f"{round(100 * fraction)} %"
 
 
 def duration(seconds: float | None) -> str:

@@ -1,12 +1,19 @@
 """Run folders as a dashboard meets them: healthy, hanging, large, empty, broken, and with names that want to be more than names."""
 
 import json
+import time
 
 import numpy as np
 
 from megascale_jax.config.layout import MeshShape
 from megascale_jax.observe.events import EVENTS_FOLDER
+from megascale_jax.observe.pulse import Passed
+from megascale_jax.views.dashboard.heat_window import window_of
+from megascale_jax.views.dashboard.run_view import Missing, RunView
+from megascale_jax.views.progress import DevicePosition, Progress, RankProgress
+from megascale_jax.views.slow_devices import find_slow
 from megascale_jax.views.step_times import StepTimes
+from megascale_jax.views.why import judge
 from tests.views.fake_ranks import ranks_of
 from tests.views.fake_run import make_run
 from tests.views.made_run import made_run
@@ -88,3 +95,37 @@ def large_times(mesh=(8, 192, 8), steps=100, slow=((3, 100, 5), 1.25)):
     )
 
 
+def large_progress(mesh=(8, 192, 8), stuck=4321):
+    """12,288 ranks, one device each, that wait for one."""
+    until_ns = time.time_ns()
+    since_ns = until_ns - int(400e9)
+
+    def rank(number):
+        pipe, data, tensor = (int(one) for one in np.unravel_index(number, mesh))
+        lane = "tensor" if data % 3 else "data"
+        passed = Passed(stamps=12 if pipe % 2 else 14, of=40, name=f"G.{lane}" if pipe % 2 else "P.send", lane=lane if pipe % 2 else "pipe")
+        at = {"section": "step", "step": 22, "since_ns": since_ns, "devices": (DevicePosition(number, 22, 3, passed),), "completed": 21}
+        if number == stuck:
+            at |= {"section": "data", "devices": (DevicePosition(number, 21, -1, passed.model_copy(update={"stamps": 40})),)}
+        times = {"moved_ns": since_ns, "last_ns": until_ns, "longest_s": {"step": 1.0}, "passes": {"step": 20}}
+        return RankProgress(number, f"host-{number // 8:04d}", ((pipe, data, tensor),), **at, **times)
+
+    return Progress(0, mesh, tuple(rank(number) for number in range(int(np.prod(mesh)))), until_ns, until_ns)
+
+
+class LargeRun(RunView):
+    """12,288 ranks, 100 steps, of which one stands out, and a hang; from arrays, since so many files take a test too long."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        times = large_times()
+        self._window = window_of(times, find_slow(times))
+        found = large_progress()
+        self._found = found, judge(found)
+
+    def known(self, key, make, watch):
+        """The window; nothing else is there."""
+        return self._window if key[0] == "heat" else Missing("not made here")
+
+    progress = property(lambda self: self._found)
+    record = property(lambda self: Missing("not made here"))
