@@ -66,6 +66,12 @@ def drive(
         int | None,
         typer.Option("--metrics-port", min=0, max=65535, help="numbers for Prometheus at 127.0.0.1 here; 0: any port", show_default=False),
     ] = None,
+    dashboard_port: Annotated[
+        int | None,
+        typer.Option(
+            "--dashboard-port", min=1, max=65535, help="the run in a browser at 127.0.0.1, see `megascale serve`", show_default=False
+        ),
+    ] = None,
     json: Annotated[
         Path | None, typer.Option("--json", help="also write the job's end and its incidents to this file", show_default=False)
     ] = None,
@@ -109,7 +115,7 @@ def drive(
         if fresh:
             with folder.taken(resolved, fresh=True):
                 pass
-        status = _drive(_Request(resolved, folder, command, nodes, engine, port, relay, security, metrics_port))
+        status = _drive(_Request(resolved, folder, command, nodes, engine, port, relay, security, metrics_port, dashboard_port))
     if status is not None:
         if json is not None:
             write_json(json, status)
@@ -148,6 +154,7 @@ class _Request:
     relay: tuple[str, int] | None
     security: Path | None
     metrics_port: int | None
+    dashboard_port: int | None
 
 
 def _drive(job: _Request) -> dict[str, Any] | None:
@@ -171,6 +178,7 @@ def _drive(job: _Request) -> dict[str, Any] | None:
     from megascale_jax.cluster.webhook import Webhook
     from megascale_jax.comm.storage import Storage
     from megascale_jax.observe.events import EVENTS_FOLDER, Events
+    from megascale_jax.views.dashboard.beside import beside_driver
 
     experiment, folder, engine = job.experiment, job.folder, job.engine
     place, parallel, config, names = job_folder(folder.path), experiment.parallel, experiment.cluster, engine.names
@@ -203,6 +211,8 @@ def _drive(job: _Request) -> dict[str, Any] | None:
                 stack.enter_context(exported(driver, Rates.of(experiment, job.nodes), job.metrics_port, say))
             return driver
 
+        if job.dashboard_port is not None:
+            stack.enter_context(beside_driver(folder.path, job.dashboard_port, job.security, say))
         rule = Rule() if config.two_persons else Rule(frozenset())
         link = Security.load(security, role="driver")
         steps = partial(published_steps, Storage(folder.place(experiment)))

@@ -80,8 +80,8 @@ class Browser:
         return answer
 
     @contextmanager
-    def tab(self, url, size=DESK, theme="light"):
-        """A tab of its own, with nothing remembered from others."""
+    def tab(self, url=None, size=DESK, theme="light"):
+        """A tab of its own, with nothing remembered from others; empty without an address."""
         context = self.call("Target.createBrowserContext")["browserContextId"]
         target = self.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -91,7 +91,8 @@ class Browser:
         tab.call("Security.setIgnoreCertificateErrors", ignore=True)
         tab.resize(size)
         tab.theme(theme)
-        tab.open(url)
+        if url is not None:
+            tab.open(url)
         try:
             yield tab
         finally:
