@@ -86,7 +86,7 @@ def cube_bytes(scene: Scene) -> bytes:
         "mesh": scene.mesh,
         "is_mesh": scene.is_mesh,
         "states": STATES,
-        "named": scene.judgement.named,
+        "looked_for": scene.judgement.named or scene.judgement.suspects,
         "operations": [one.name for one in scene.operations],
     }
     return packed(facts, {"rank": at, "state": states[at], "operation": operations[at]})

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from megascale_jax.config.layout import MeshShape
+from megascale_jax.errors import UsageError
 from megascale_jax.observe.event_store import EventStore, read_events
 from megascale_jax.views.dashboard.packed import fractions, packed
 from megascale_jax.views.phases_replay import read_replays
@@ -17,6 +18,8 @@ from megascale_jax.views.step_times import StepTimes, read_step_times
 
 Steps = tuple[int | None, int | None]
 """``first <= step < end``; either may be None."""
+MOST_CELLS = 4_000_000
+"""Devices times steps of a window: 325 steps of 12,288 devices. Of each pass a browser gets two bytes a cell."""
 _LAST_STEP = 1 << 30
 _numbers = itertools.count(1)
 
@@ -53,7 +56,12 @@ def read_window(run: Path, steps: Steps) -> Window:
 
 
 def window_of(times: StepTimes, slow: SlowDevices, notes: tuple[str, ...] = ()) -> Window:
-    """The window of times that were read."""
+    """The window of times that were read. Raises UsageError when they are too many to be shown."""
+    if times.steps.size * times.mesh.size > MOST_CELLS:
+        raise UsageError(
+            f"{times.steps.size} steps of {times.mesh.size} devices are too many to show at once; "
+            f"choose at most {MOST_CELLS // times.mesh.size} steps"
+        )
     return Window(
         times.mesh,
         times.steps,

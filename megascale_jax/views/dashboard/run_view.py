@@ -11,7 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from megascale_jax.views.progress import Progress, read_progress
 from megascale_jax.views.why import Judgement, judge
 
 MOST_KEPT = 24
-REST = 10.0
+REST, LEAST_REST_S = 10.0, 1.0
 _READERS = 2
 _STATUS_S, _JUDGED_S = 2.0, 5.0
 """After so many seconds the driver is asked again, and the age of events is looked at again."""
@@ -48,6 +48,7 @@ class Missing:
         return False
 
 
+_STOPPED = Missing("The dashboard is being stopped.")
 Watch = Callable[[Path], Hashable]
 """What a result hangs on, of a run's folder: as long as it stays the same, so does the result."""
 
@@ -115,7 +116,8 @@ class RunView:
             self._entries.move_to_end(key)
             while len(self._entries) > MOST_KEPT:
                 self._entries.popitem(last=False)
-            if entry.under_way is None and (not entry.is_known or time.monotonic() >= entry.rest_until_s):
+            is_idle = entry.under_way is None or entry.under_way.done()
+            if is_idle and (not entry.is_known or time.monotonic() >= entry.rest_until_s):
                 entry.under_way = self._submitted(entry, make, watch)
             reading = entry.under_way
         if reading is not None and not entry.is_known:
@@ -123,25 +125,23 @@ class RunView:
                 reading.result(self._patience_s)
             except NotYet:
                 return Missing("This is being read; it will appear here.", is_pending=True)
-        return entry.value
+            except CancelledError:
+                return _STOPPED
+        return entry.value if entry.is_known else _STOPPED
 
     def _submitted[T](self, entry: _Entry, make: Callable[[], T], watch: Watch) -> Future[None] | None:
         try:
             return self._readers.submit(self._read, entry, make, watch)
         except RuntimeError:  # it is closed
-            entry.value = entry.value if entry.is_known else Missing("The dashboard is being stopped.")
             return None
 
     def _read[T](self, entry: _Entry, make: Callable[[], T], watch: Watch) -> None:
         began = time.monotonic()
-        try:
-            state = watch(self.folder)  # before reading: what changes meanwhile is read again
-            if not entry.is_known or state != entry.state:
-                entry.value, entry.state, entry.is_known = made(make), state, True
-        finally:
-            ended = time.monotonic()
-            entry.rest_until_s = ended + max(1.0, REST * (ended - began))
-            entry.under_way = None
+        state = watch(self.folder)  # before reading: what changes meanwhile is read again
+        if not entry.is_known or state != entry.state:
+            entry.value, entry.state, entry.is_known = made(make), state, True
+        ended = time.monotonic()
+        entry.rest_until_s = ended + max(LEAST_REST_S, REST * (ended - began))
 
     @property
     def config(self) -> dict[str, Any] | Missing:

@@ -223,9 +223,9 @@
     } else if (event.key === "+" || event.key === "=") zoom(1.4);
     else if (event.key === "-") zoom(1 / 1.4);
     else if (event.key === "0") { view = start(); draw(); }
-    else if (event.key.toLowerCase() === "n" && facts.named.length) {
-      const at = facts.named.indexOf(chosen < 0 ? -1 : facts.rank[chosen]);
-      choose(facts.rank.indexOf(facts.named[(at + 1) % facts.named.length]));
+    else if (event.key.toLowerCase() === "n" && facts.looked_for.length) {
+      const at = facts.looked_for.indexOf(chosen < 0 ? -1 : facts.rank[chosen]);
+      choose(facts.rank.indexOf(facts.looked_for[(at + 1) % facts.looked_for.length]));
     } else return;
     event.preventDefault();
   });
@@ -246,7 +246,7 @@
       if (isNew) {
         arrange();
         view = start();
-        const asked = new URLSearchParams(location.search).get("rank"), rank = asked ? Number(asked) : facts.named[0];
+        const asked = new URLSearchParams(location.search).get("rank"), rank = asked ? Number(asked) : facts.looked_for[0];
         chosen = rank === undefined ? -1 : facts.rank.indexOf(rank);
       }
       tell();
