@@ -58,6 +58,7 @@ def bound(host: str, port: int) -> socket:
     try:
         listening.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
         listening.bind((host, port))
+        listening.listen(MOST_CONNECTIONS)  # whoever is told the address may come at once
     except OSError as error:
         listening.close()
         raise UsageError(f"{host} port {port} cannot be had ({error.strerror or error}); give another --port, 0 for any") from error

@@ -31,7 +31,8 @@ def unpacked(content):
     return facts, arrays, 4 + length
 
 
-@given(st.lists(st.sampled_from(["uint8", "int16", "int32", "float32"])), st.text(), st.integers(0, 20))
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.sampled_from(["uint8", "int16", "int32", "float32"]), max_size=4), st.text(max_size=20), st.integers(0, 9))
 def test_what_is_packed_is_unpacked(kinds, text, count):
     arrays = {f"a{number}": np.arange(count).astype(kind) for number, kind in enumerate(kinds)}
     facts, found, begin = unpacked(packed({"text": text}, arrays))
@@ -48,7 +49,8 @@ def test_fractions_keep_what_is_not_known_and_what_is_too_large():
     assert fractions(np.array([0.1234, -0.5, np.nan, 99.0, -99.0])).tolist() == [1234, -5000, UNKNOWN, 32767, -32767]
 
 
-@given(st.sets(st.integers(0, 200)))
+@settings(max_examples=30, deadline=None)
+@given(st.sets(st.integers(0, 50), max_size=20))
 def test_ranges_say_every_number(numbers):
     found = set()
     for part in filter(None, ranges(sorted(numbers), most=1000).split(", ")):
@@ -61,7 +63,8 @@ def test_of_many_ranges_the_number_of_the_others_is_said():
     assert ranges(range(0, 40, 2), most=2) == "0, 2 and 18 more"
 
 
-@given(st.text())
+@settings(max_examples=50, deadline=None)
+@given(st.text(max_size=20))
 def test_a_field_is_a_number_or_refused(text):
     try:
         found = whole_number({"at": text}, "at", most=99)
@@ -70,7 +73,8 @@ def test_a_field_is_a_number_or_refused(text):
     assert (found is None and not text.strip()) or (found is not None and 0 <= found <= 99)
 
 
-@given(st.text())
+@settings(max_examples=50, deadline=None)
+@given(st.text(max_size=20))
 def test_what_is_shown_is_seen(text):
     assert all(sign.isprintable() or sign == "\n" for sign in visible(text))
 
@@ -118,9 +122,8 @@ def test_templates_have_nothing_that_the_policy_or_escaping_forbids():
         assert all(" src=" in script for script in re.findall(r"<script[^>]*>", text)), path.name
     for path in STATIC.glob("*.js"):
         text = path.read_text()
-        assert not re.search(r"\beval\(|new Function|\.innerHTML\s*=|outerHTML\s*=|document\.write|insertAdjacentHTML|https?://", text), (
-            path.name
-        )
+        found = re.search(r"\beval\(|new Function|\.(inner|outer)HTML\s*=[^=]|document\.write|insertAdjacentHTML|https?://", text)
+        assert found is None, path.name
 
 
 @pytest.mark.parametrize("name", ["empty", "broken", "hostile"])
@@ -198,7 +201,7 @@ def test_a_closed_view_says_so(view):
     assert isinstance(found, Missing) and "stopped" in found.why
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.binary(max_size=300))
 def test_any_bytes_as_files_are_said_to_be_damaged(tmp_path_factory, content):
     folder = tmp_path_factory.mktemp("run")
