@@ -5,7 +5,7 @@
   const byId = (id) => document.getElementById(id);
   const canvas = byId("cube");
   if (!canvas) return;
-  const readout = byId("readout"), NONE = 255, COLOURS = 7, FADED = 0.4;
+  const readout = byId("readout"), NONE = 255, COLOURS = 7, FADED = 0.4, SMALL = 24;
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   let facts = null, source = "", frame = 0, look = null, chosen = -1, timer = 0;
   let view = null, layout = null, kinds = null;
@@ -60,8 +60,10 @@
     return { to, scale, at, width, height, c, s, pipes: order(pipe, c > 0), datas: order(data, s > 0), tensors: order(tensor, false) };
   };
 
-  // A cell painted once: top, and the two sides that are seen.
-  const painted = (colour, seen, ratio, isHollow, isFaded) => {
+  const reachOf = (seen) => Math.ceil((layout.half.x + layout.half.y + layout.half.z) * seen.scale) + 2;
+  // A cell painted once: top, and the two sides that are seen. With ``stride``, of an image's rows, as its pixels: copying those of a small
+  // cell takes a tenth of the time that a canvas takes for a picture.
+  const painted = (colour, seen, ratio, isHollow, isFaded, stride) => {
     const { half } = layout, { to, scale, c, s } = seen;
     const sx = s > 0 ? -1 : 1, sz = c > 0 ? -1 : 1, h = half;
     const faces = [
@@ -69,9 +71,8 @@
       [[sx, -1, -1], [sx, 1, -1], [sx, 1, 1], [sx, -1, 1]],
       [[-1, -1, sz], [1, -1, sz], [1, 1, sz], [-1, 1, sz]],
     ];
-    const reach = Math.ceil((h.x + h.y + h.z) * scale) + 2, stamp = document.createElement("canvas");
-    stamp.width = stamp.height = 2 * reach * ratio;
-    const paper = stamp.getContext("2d");
+    const reach = reachOf(seen), stamp = document.createElement("canvas"), side = stamp.width = stamp.height = Math.round(2 * reach * ratio);
+    const paper = stamp.getContext("2d", { willReadFrequently: Boolean(stride) });
     paper.setTransform(ratio, 0, 0, ratio, reach * ratio, reach * ratio);
     faces.forEach((face, n) => {
       paper.beginPath();
@@ -83,7 +84,10 @@
       paper.fillStyle = colour; paper.globalAlpha = part; paper.fill();
       paper.fillStyle = "#000"; paper.globalAlpha = [0, 0.2, 0.34][n] * part; paper.fill();
     });
-    return { stamp, reach };
+    if (!stride) return { canvas: stamp };
+    const all = new Uint32Array(paper.getImageData(0, 0, side, side).data.buffer), offsets = [], words = [], middle = Math.round(side / 2);
+    all.forEach((word, n) => { if (word >>> 24 > 127) { offsets.push((Math.floor(n / side) - middle) * stride + (n % side) - middle); words.push(word | 0xff000000); } });
+    return { offsets: Int32Array.from(offsets), words: Uint32Array.from(words) };
   };
 
   const paint = () => {
@@ -99,10 +103,17 @@
     const stamps = [], colour = (kind) => (typeof kind === "number" ? all.states[kind] : all[kind]);
     const own = chosen >= 0 ? placeOf(chosen) : null, radius = layout.half.x * seen.scale, [, datas, tensors] = size();
     const [x0, y0] = seen.at(0, 0, 0), [px, py, dx, dy, tx, ty] = [[1, 0, 0], [0, 1, 0], [0, 0, 1]].flatMap((one) => { const [x, y] = seen.at(...one); return [x - x0, y - y0]; });
+    const reach = reachOf(seen), isSmall = reach * ratio <= SMALL, pad = Math.ceil(reach * ratio) + Math.ceil(20 * ratio);
+    const image = isSmall ? new ImageData(width + 2 * pad, height + 2 * pad) : null, pixels = image && new Uint32Array(image.data.buffer);
+    const stampOf = (device, isFaded) => {
+      const code = kinds[device], kind = code < COLOURS ? code : KINDS[code - COLOURS];
+      return (stamps[2 * code + (isFaded ? 1 : 0)] ||= painted(colour(kind), seen, ratio, kind === "silent", isFaded, isSmall && width + 2 * pad));
+    };
     const put = (device, x, y, isFaded) => {
-      const code = kinds[device], key = 2 * code + (isFaded ? 1 : 0), kind = code < COLOURS ? code : KINDS[code - COLOURS];
-      const { stamp, reach } = stamps[key] ||= painted(colour(kind), seen, ratio, kind === "silent", isFaded);
-      paper.drawImage(stamp, x - reach, y - reach, 2 * reach, 2 * reach);
+      const stamp = stampOf(device, isFaded);
+      if (!isSmall) { paper.drawImage(stamp.canvas, x - reach, y - reach, 2 * reach, 2 * reach); return; }
+      const at = (Math.round(y * ratio) + pad) * (width + 2 * pad) + Math.round(x * ratio) + pad, { offsets, words } = stamp;
+      for (let n = 0; n < offsets.length; n++) pixels[at + offsets[n]] = words[n];
     };
     const first = [];
     for (const pipe of seen.pipes) for (const data of seen.datas) {
@@ -116,6 +127,7 @@
     }
     // What this page is for is not to be hidden by what stands before it.
     for (const [device, x, y] of first) put(device, x, y, false);
+    if (isSmall) paper.putImageData(image, -pad, -pad);
     labels(paper, seen, all, own, radius);
     canvas.dataset.paintMs = (performance.now() - began).toFixed(1);
   };
