@@ -127,5 +127,12 @@ class LargeRun(RunView):
         """The window; nothing else is there."""
         return self._window if key[0] == "heat" else Missing("not made here")
 
-    progress = property(lambda self: self._found)
-    record = property(lambda self: Missing("not made here"))
+    @property
+    def progress(self):
+        """The hang."""
+        return self._found
+
+    @property
+    def record(self):
+        """None."""
+        return Missing("not made here")
