@@ -48,7 +48,7 @@
       const [X, Y] = to(i * (mid.x + half.x), j * (mid.y + half.y), k * (mid.z + half.z));
       wide = Math.max(wide, X); high = Math.max(high, Y);
     }
-    const scale = Math.min((width / 2 - 56) / wide, (height / 2 - 44) / high, 64) * view.zoom;
+    const scale = Math.max(Math.min((width / 2 - 56) / wide, (height / 2 - 44) / high, 64), 0.5) * view.zoom;
     const focus = view.zoom > 1 && chosen >= 0 ? placeOf(chosen) : null;
     const [fx, fy] = focus ? to(focus[1] * step.x - mid.x, focus[2] * step.y - mid.y, focus[0] * step.z - mid.z) : [0, 0];
     const at = (p, d, t) => {
@@ -92,7 +92,7 @@
 
   const paint = () => {
     frame = 0;
-    if (!facts) return;
+    if (!facts || !canvas.clientWidth || !canvas.clientHeight) return;
     const began = performance.now(), ratio = Math.min(devicePixelRatio || 1, 2), all = looks();
     const width = Math.round(canvas.clientWidth * ratio), height = Math.round(canvas.clientHeight * ratio);
     if (canvas.width !== width || canvas.height !== height) { canvas.width = width; canvas.height = height; }
@@ -271,6 +271,6 @@
   };
   document.addEventListener("fresh", load);
   document.addEventListener("theme", () => { look = null; draw(); });
-  addEventListener("resize", draw);
+  new ResizeObserver(draw).observe(canvas);
   load();
 })();

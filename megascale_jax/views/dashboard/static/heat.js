@@ -131,6 +131,6 @@
   };
   document.addEventListener("fresh", load);
   document.addEventListener("theme", draw);
-  addEventListener("resize", draw);
+  new ResizeObserver(draw).observe(first);
   load();
 })();
