@@ -8,7 +8,7 @@ import numpy as np
 
 from megascale_jax.config.layout import MeshShape
 from megascale_jax.errors import UsageError
-from megascale_jax.observe.event_store import EventStore, read_events
+from megascale_jax.observe.event_store import read_events
 from megascale_jax.views.dashboard.packed import fractions, packed
 from megascale_jax.views.phases_replay import read_replays
 from megascale_jax.views.run_heat_map import SPAN
@@ -50,12 +50,11 @@ class Window:
 
 def read_window(run: Path, steps: Steps) -> Window:
     """Read one. Raises UsageError, RunFolderError."""
-    with _opened(run, steps) as store:
-        times, notes = read_step_times(store, steps), store.notes
-    return window_of(times, find_slow(times), notes)
+    times = read_step_times(run, steps)
+    return window_of(times, find_slow(times))
 
 
-def window_of(times: StepTimes, slow: SlowDevices, notes: tuple[str, ...] = ()) -> Window:
+def window_of(times: StepTimes, slow: SlowDevices) -> Window:
     """The window of times that were read. Raises UsageError when they are too many to be shown."""
     if times.steps.size * times.mesh.size > MOST_CELLS:
         raise UsageError(
@@ -71,15 +70,16 @@ def window_of(times: StepTimes, slow: SlowDevices, notes: tuple[str, ...] = ()) 
         {name: fractions(excess_of_steps(seconds).reshape(times.steps.size, -1)) for name, seconds in times.computed.items()},
         slow,
         float(np.nanmedian(times.whole)),
-        (*notes, *times.notes, *slow.notes),
+        (*times.notes, *slow.notes),
         next(_numbers),
     )
 
 
 def read_costs(run: Path, steps: Steps) -> tuple[RunCosts, tuple[str, ...]]:
     """What slow parts cost, by replay, and notes. Raises as `read_window`."""
-    with _opened(run, steps) as store:
-        times = read_step_times(store, steps)
+    first, end = steps
+    times = read_step_times(run, steps)
+    with read_events(run, steps=None if first is None and end is None else range(first or 0, _LAST_STEP if end is None else end)) as store:
         replays, notes = read_replays(store, times)
     return find_costs(replays, times.mesh, find_slow(times).devices), notes
 
@@ -106,8 +106,3 @@ def cells(window: Window, chosen: str) -> bytes:
             "host": np.array([codes[name] for name in window.hosts], np.int32),
         },
     )
-
-
-def _opened(run: Path, steps: Steps) -> EventStore:
-    first, end = steps
-    return read_events(run, steps=None if first is None and end is None else range(first or 0, _LAST_STEP if end is None else end))
