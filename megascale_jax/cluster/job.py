@@ -46,13 +46,13 @@ def open_journal(folder: Path, shapes: tuple[Shape, ...], config: ClusterConfig)
     """
     path = folder / JOURNAL_FILE
     journal = Journal(path)
-    terms = _terms(shapes, config)
+    terms = terms_text(shapes, config)
     if (known := journal.fact(_TERMS)) is not None and known != terms:
-        began = json.loads(known)
-        if _replayed(journal, _shapes(began), _config(began, config)).phase not in ENDS:
+        if _replayed(journal, *terms_of(known, config)).phase not in ENDS:
             journal.close()
+            changes = ", ".join(_changes(json.loads(known), json.loads(terms)))
             raise RunFolderError(
-                f"this job is under way with other sizes or settings ({', '.join(_changes(began, json.loads(terms)))}); stop it first "
+                f"this job is under way with other sizes or settings ({changes}); stop it first "
                 "(`megascale job stop RUN`, or the old command and Ctrl-C), or go on with the old ones"
             )
         journal = _kept_aside(journal, path)
@@ -70,8 +70,7 @@ def is_under_way(folder: Path) -> bool:
     try:
         if (known := journal.fact(_TERMS)) is None:
             return False
-        began = json.loads(known)
-        return any(True for _ in journal.events()) and _replayed(journal, _shapes(began), _config(began, ClusterConfig())).phase not in ENDS
+        return any(True for _ in journal.events()) and _replayed(journal, *terms_of(known, ClusterConfig())).phase not in ENDS
     finally:
         journal.close()
 
@@ -90,21 +89,24 @@ def _replayed(journal: Journal, shapes: tuple[Shape, ...], config: ClusterConfig
     return state
 
 
-def _terms(shapes: tuple[Shape, ...], config: ClusterConfig) -> str:
+def terms_text(shapes: tuple[Shape, ...], config: ClusterConfig) -> str:
+    """Sizes and settings as a journal keeps them."""
     return json.dumps(
         {"shapes": [shape.model_dump(mode="json") for shape in shapes], "cluster": config.model_dump(mode="json", exclude={"webhook"})}
     )
 
 
-def _shapes(terms: dict[str, Any]) -> tuple[Shape, ...]:
-    return tuple(Shape.model_validate(shape) for shape in terms["shapes"])
+def terms_of(text: str, otherwise: ClusterConfig) -> tuple[tuple[Shape, ...], ClusterConfig]:
+    """Sizes and settings that a journal's job began with; settings of another release are ``otherwise``.
 
-
-def _config(terms: dict[str, Any], otherwise: ClusterConfig) -> ClusterConfig:
+    Raises ValueError (pydantic's too) or KeyError for what is none.
+    """
+    terms = json.loads(text)
+    shapes = tuple(Shape.model_validate(shape) for shape in terms["shapes"])
     try:
-        return ClusterConfig.model_validate_json(json.dumps(terms["cluster"]))
+        return shapes, ClusterConfig.model_validate_json(json.dumps(terms["cluster"]))
     except ValidationError:  # of a release with other settings
-        return otherwise
+        return shapes, otherwise
 
 
 def _changes(began: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:

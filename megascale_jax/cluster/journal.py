@@ -18,7 +18,8 @@ from megascale_jax.errors import JournalError, RunFolderError
 
 _FORMAT = "1"
 _BUSY_S = 10.0
-_EVENT: TypeAdapter[Event] = TypeAdapter(Event)
+EVENT: TypeAdapter[Event] = TypeAdapter(Event)
+"""Reads an event of a journal."""
 
 
 class Journal:
@@ -67,7 +68,7 @@ class Journal:
         """All of them, oldest first. Raises RunFolderError for one that this program does not understand."""
         for number, text in self._file.execute("SELECT number, event FROM events ORDER BY number"):
             try:
-                yield _EVENT.validate_json(text)
+                yield EVENT.validate_json(text)
             except ValidationError as error:
                 raise RunFolderError(f"{self._path}: event {number} is of another version: {error.errors()[0]['msg']}") from error
 
