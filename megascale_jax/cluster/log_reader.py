@@ -73,9 +73,9 @@ class LogReader:
             if number:
                 lines.append(f"... {left_out:,} bytes of the log are left out ...")
             whole, _, self._rest = piece.rpartition(b"\n")
-            lines += _clean(whole)
+            lines += clean_lines(whole)
         if is_final or len(self._rest) > READ_BYTES:
-            lines += _clean(self._rest)
+            lines += clean_lines(self._rest)
             self._rest = b""
         if size > KEEP_BYTES:
             self._empty()
@@ -92,6 +92,7 @@ class LogReader:
         self._offset = 0
 
 
-def _clean(content: bytes) -> list[str]:
+def clean_lines(content: bytes) -> list[str]:
+    """Lines of a log without escape sequences and control characters, long ones cut, empty ones left out."""
     lines = _LINE_ENDS.split(content.decode(errors="replace"))
     return [line for text in lines if (line := _ESCAPES.sub("", text[:_SEARCHED_CHARACTERS]).rstrip())]

@@ -5,6 +5,9 @@ from collections.abc import Iterator
 from megascale_jax.cluster.lifecycle import ENDS, Phase
 from megascale_jax.cluster.state import Advanced, Event, Incident, Joined, Lost, Ordered, State, Suspicion
 
+PARTS = ("suspend", "diagnose", "replace", "restore")
+"""Phases of an incident."""
+
 
 def told(before: State, after: State, event: Event) -> Iterator[str]:
     """Lines for people, none for what changes nothing."""
@@ -90,15 +93,19 @@ def _recovered(after: State, event: Advanced) -> Iterator[str]:
     )
 
 
+def spent(incident: Incident) -> Iterator[tuple[str, float]]:
+    """Seconds of each phase that is over, in their order (`PARTS`); one that was not needed is left out."""
+    last_s = incident.began_s
+    marks = (incident.suspended_s, incident.diagnosed_s, incident.replaced_s, incident.restored_s)
+    for name, mark_s in zip(PARTS, marks, strict=True):
+        if mark_s is not None:
+            yield name, mark_s - last_s
+            last_s = mark_s
+
+
 def times(incident: Incident) -> str:
     """How long each phase took."""
-    marks = [incident.began_s, incident.suspended_s, incident.diagnosed_s, incident.replaced_s, incident.restored_s]
-    parts, last = [], incident.began_s
-    for name, mark in zip(("suspend", "diagnose", "replace", "restore"), marks[1:], strict=True):
-        if mark is not None:
-            parts.append(f"{name} {mark - last:.1f} s")
-            last = mark
-    return ", ".join(parts)
+    return ", ".join(f"{name} {lasted_s:.1f} s" for name, lasted_s in spent(incident))
 
 
 def summed_up(incident: Incident) -> str:
