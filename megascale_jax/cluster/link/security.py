@@ -8,7 +8,7 @@ import datetime
 import os
 import ssl
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Self
 
@@ -30,7 +30,10 @@ _MAKE_TOKEN = "make one with `megascale certs token FOLDER --name NAME --role RO
 
 @dataclass(frozen=True, kw_only=True)
 class Security:
-    """Paths of one end. ``server_name``: what the driver's certificate must be for; default the host connected to."""
+    """Paths of one end. ``server_name``: what the driver's certificate must be for; default the host connected to.
+
+    ``shown``: a client's token itself, in place of its file: of somebody on whose behalf this process asks.
+    """
 
     ca: Path
     certificate: Path
@@ -39,10 +42,15 @@ class Security:
     token: Path | None = None
     signing_key: Path | None = None
     server_name: str | None = None
+    shown: str = field(default="", repr=False)
 
     @classmethod
-    def load(cls, folder: str | Path, *, role: Literal["driver", "client"], token: str | Path | None = None) -> Self:
+    def load(
+        cls, folder: str | Path, *, role: Literal["driver", "client"], token: str | Path | None = None, shown: str = ""
+    ) -> Self:
         """The files of ``folder``, checked. ``token``: a client's token file; default as the environment says, else the only one there.
+
+        ``shown``: the token itself; no file is looked for then.
 
         Raises UsageError: something is missing, expired, readable by others, or does not belong together.
         """
@@ -53,7 +61,8 @@ class Security:
             job = (place / "job").read_text().strip()
         except OSError as error:
             raise UsageError(f"the job's identity {place / 'job'} cannot be read: {error.strerror}; {_MAKE}") from error
-        chosen = None if role == "driver" else Path(token or os.environ.get(TOKEN_FILE) or _only_token(place)).expanduser()
+        has_file = role == "client" and not shown
+        chosen = Path(token or os.environ.get(TOKEN_FILE) or _only_token(place)).expanduser() if has_file else None
         security = cls(
             ca=place / "ca.pem",
             certificate=place / f"{role}.pem",
@@ -62,6 +71,7 @@ class Security:
             token=chosen,
             signing_key=place / "signing.key" if role == "driver" else None,
             server_name=DRIVER_NAME,
+            shown=shown,
         )
         security.check()
         return security
@@ -82,7 +92,7 @@ class Security:
             raise UsageError(f"{self.key} is not the key of {self.certificate}; take both from the same `megascale certs init`")
         if self.signing_key is not None:
             self.read_signing_key()
-        if self.token is not None:
+        if self.token is not None or self.shown:
             self._check_token(self.read_token())
 
     def read_signing_key(self) -> bytes:
@@ -93,6 +103,8 @@ class Security:
 
     def read_token(self) -> str:
         """The token as it is shown to the driver. Raises UsageError."""
+        if self.shown:
+            return self.shown
         if self.token is None:
             raise UsageError(f"no token was named; {_MAKE_TOKEN}")
         return read_private(self.token, "token", _MAKE_TOKEN).decode("ascii", "replace").strip()
@@ -121,15 +133,19 @@ class Security:
             raise UsageError(f"{self.ca}, {self.certificate} and {self.key} cannot be loaded: {error}; {_MAKE}") from error
         return context
 
+    @property
+    def _token_name(self) -> str:
+        return f"token {self.token}" if self.token is not None else "the token that was shown"
+
     def _check_token(self, text: str) -> None:
         try:
             token = read_unverified(text)
         except TokenRefused as error:
-            raise UsageError(f"token {self.token}: {error}; {_MAKE_TOKEN}") from error
+            raise UsageError(f"{self._token_name}: {error}; {_MAKE_TOKEN}") from error
         if token.expires <= time.time():
-            raise UsageError(f"token {self.token} of {token.name} has expired; {_MAKE_TOKEN}")
+            raise UsageError(f"{self._token_name} of {token.name} has expired; {_MAKE_TOKEN}")
         if token.job != self.job:
-            raise UsageError(f"token {self.token} is for job {token.job}; expected job {self.job}; {_MAKE_TOKEN}")
+            raise UsageError(f"{self._token_name} is for job {token.job}; expected job {self.job}; {_MAKE_TOKEN}")
 
 
 def make_token(security: Security, name: str, role: Role, *, days: float, path: Path, job: str | None = None, force: bool = False) -> Token:
