@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 import numpy as np
+from markupsafe import Markup
 
 from megascale_jax.observe.output import printable
 
@@ -46,12 +47,12 @@ def words(text: str) -> str:
     return escape(printable(text))
 
 
-def curves_svg(curves: Sequence[Curve], label: str, *, height: int = 220, low: float | None = None, unit: str = "") -> str:
+def curves_svg(curves: Sequence[Curve], label: str, *, height: int = 220, low: float | None = None, unit: str = "") -> Markup:
     """Curves over one axis; empty text where none has a finite point. ``low``: lowest end of the axis; ``label``: for who cannot see it."""
     drawn = [Curve(one.name, *_thinned(one.x, one.y), one.points) for one in curves]
     every = np.concatenate([one.y[np.isfinite(one.y)] for one in drawn]) if drawn else np.empty(0)
     if not every.size:
-        return ""
+        return Markup()
     xs = np.concatenate([one.x for one in drawn])
     x_begin, x_end = float(xs.min()), float(xs.max())
     y_low, y_high = _range(every, low)
@@ -69,28 +70,28 @@ def curves_svg(curves: Sequence[Curve], label: str, *, height: int = 220, low: f
     for number, one in enumerate(drawn):
         up = inner * (1 - (one.y - y_low) / (y_high - y_low))
         parts.append(_path((one.x - x_begin) / across * WIDE, up, number, dots=one.points or one.x.size == 1))
-    return "".join([*parts, "</svg></svg>"])
+    return Markup("".join([*parts, "</svg></svg>"]))
 
 
-def bar_svg(parts: Sequence[Part], label: str, *, whole: float | None = None, height: int = 18) -> str:
+def bar_svg(parts: Sequence[Part], label: str, *, whole: float | None = None, height: int = 18) -> Markup:
     """Parts side by side, their sum (or ``whole``) as wide as the page. A part's name and text are its tooltip."""
     total = max(whole or 0.0, sum(part.value for part in parts))
     if not total > 0:
-        return ""
+        return Markup()
     lines, at = [_open(height, label), f'<svg width="100%" height="{height}" viewBox="0 0 {WIDE} {height}" preserveAspectRatio="none">'], 0.0
     for part in parts:
         wide = WIDE * part.value / total
         title = words(f"{part.name}: {part.text}" if part.text else part.name)
         lines.append(f'<rect class="c{part.colour}" x="{at:.2f}" y="0" width="{wide:.2f}" height="{height}"><title>{title}</title></rect>')
         at += wide
-    return "".join([*lines, "</svg></svg>"])
+    return Markup("".join([*lines, "</svg></svg>"]))
 
 
-def band_svg(shares: np.ndarray, names: Sequence[str], label: str, *, height: int = 64) -> str:
+def band_svg(shares: np.ndarray, names: Sequence[str], label: str, *, height: int = 64) -> Markup:
     """Shares float64[pieces, parts] of a time as columns, stacked; the classes are the parts' numbers."""
     pieces = len(shares)
     if not pieces:
-        return ""
+        return Markup()
     lines = [_open(height, label), f'<svg width="100%" height="{height}" viewBox="0 0 {WIDE} {height}" preserveAspectRatio="none">']
     top = np.cumsum(shares[:, ::-1], axis=1)[:, ::-1]
     for number, name in enumerate(names):
@@ -102,7 +103,7 @@ def band_svg(shares: np.ndarray, names: Sequence[str], label: str, *, height: in
             left, right = WIDE * piece / pieces, WIDE * (piece + 1) / pieces
             boxes.append(f"M{left:.1f} {high:.1f}H{right:.1f}V{low:.1f}H{left:.1f}z")
         lines.append(f'<path class="c{number}" d="{"".join(boxes)}"><title>{words(name)}</title></path>')
-    return "".join([*lines, "</svg></svg>"])
+    return Markup("".join([*lines, "</svg></svg>"]))
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:

@@ -14,7 +14,8 @@ from megascale_jax.cluster.history import JobHistory, Line, PastIncident, PhaseS
 from megascale_jax.cluster.job import job_folder
 from megascale_jax.cluster.link.tokens import NAME
 from megascale_jax.cluster.log_reader import clean_lines
-from megascale_jax.cluster.state import Incident
+from megascale_jax.cluster.policy import ranks_of
+from megascale_jax.cluster.state import Incident, State
 from megascale_jax.cluster.story import described, spent
 
 MOST_SUSPICIONS, MOST_LOGS, LOG_LINES, LOG_BYTES = 8, 4, 30, 16 << 10
@@ -60,6 +61,16 @@ class IncidentStory:
 
 
 @dataclass(frozen=True)
+class NodeStory:
+    """A node as the journal knows it; ``rank``: of its seat, if it has one."""
+
+    name: str
+    rank: int | None
+    status: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class JobStory:
     """A job of a driver; the newest line and incident last."""
 
@@ -69,7 +80,10 @@ class JobStory:
     incidents: tuple[IncidentStory, ...]
     lines: tuple[Line, ...]
     phases: tuple[PhaseSpan, ...]
+    nodes: tuple[NodeStory, ...]
     alarms: tuple[str, ...]
+    attempt: int
+    step: int
     saved_step: int
     saved_unix_s: float | None
     note: str
@@ -93,11 +107,20 @@ def story_of(job: JobHistory, nodes: Path | None = None) -> JobStory:
         incidents=incidents,
         lines=job.lines,
         phases=job.phases,
+        nodes=() if state is None else tuple(_nodes(state)),
         alarms=() if state is None else state.alarms,
+        attempt=0 if state is None else state.attempt,
+        step=0 if state is None else state.best_step,
         saved_step=0 if state is None else state.saved_step,
         saved_unix_s=job.saved_unix_s,
         note=job.note,
     )
+
+
+def _nodes(state: State) -> Iterator[NodeStory]:
+    ranks = ranks_of(state)
+    for name, node in sorted(state.nodes.items(), key=lambda item: (ranks.get(item[0], len(ranks)), item[0])):
+        yield NodeStory(name, ranks.get(name), node.status.value, node.reason)
 
 
 def _incident(past: PastIncident, nodes: Path | None) -> IncidentStory:

@@ -11,14 +11,18 @@ Failure case: a step with very many units is drawn without words and tooltips, o
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 
 import numpy as np
+from markupsafe import Markup
 
+from megascale_jax.errors import UsageError
 from megascale_jax.parallel.pipeline.stamps import Pass
 from megascale_jax.views.figures import ticks, words
 from megascale_jax.views.ideal import ideal_units
 from megascale_jax.views.schedule import unit_label
-from megascale_jax.views.timeline import UNIT_LANES, Device, Row, Timeline
+from megascale_jax.views.step_processes import StepProcesses, find_step
+from megascale_jax.views.timeline import UNIT_LANES, Device, Row, Timeline, read_timeline
 from megascale_jax.views.trace import median_units_ns
 
 WIDE = 100_000
@@ -79,6 +83,18 @@ def pipeline_devices(mesh: tuple[int, int, int], data: int, tensor: int) -> list
     return [int(np.ravel_multi_index((stage, data, tensor), mesh)) for stage in range(mesh[0])]
 
 
+def read_picture(run: Path, step: int | None, data: int = 0, tensor: int = 0) -> tuple[StepProcesses, Timeline, StepPicture]:
+    """A step of the pipeline at one place of data and tensor; by default the newest with details. Raises UsageError, RunFolderError."""
+    found = find_step(run, step)
+    _, datas, tensors = found.mesh
+    if data >= datas or tensor >= tensors:
+        raise UsageError(f"data {data}, tensor {tensor}: in step {found.step} the mesh has data 0 to {datas - 1}, tensor 0 to {tensors - 1}")
+    devices = pipeline_devices(found.mesh, data, tensor)
+    ranks = {rank for rank, facts in found.facts.items() if not set(facts.devices).isdisjoint(devices)}
+    timeline = read_timeline(run, found.step, ranks, devices)
+    return found, timeline, step_picture(timeline)
+
+
 def step_picture(timeline: Timeline) -> StepPicture:
     """The picture of a timeline's devices, which should be those of one pipeline."""
     rows = [row for one in timeline.devices for row in (*one.phases, *one.sums, *((one.step,) if one.step else ()))]
@@ -123,10 +139,10 @@ def _waits(device: Device, begin_ns: int) -> Iterator[tuple[str, str, int, int]]
             yield row.lane, row.name, row.begin_ns - begin_ns, row.end_ns - begin_ns
 
 
-def picture_svg(picture: StepPicture) -> tuple[str, str]:
+def picture_svg(picture: StepPicture) -> tuple[Markup, Markup]:
     """The names of the rows, and the picture: two SVGs of the same height, to be laid side by side."""
     draw = _Drawing(picture)
-    return draw.names(), draw.shapes()
+    return Markup(draw.names()), Markup(draw.shapes())
 
 
 class _Drawing:
