@@ -26,6 +26,8 @@ from megascale_jax.checkpoint.stored import StoredArray
 from megascale_jax.comm.storage import Storage, StorageError
 from megascale_jax.errors import CheckpointError, DamagedCheckpointError
 
+CHECKPOINTS = "checkpoints"
+"""Where they lie in a run's folder, unless the run names another place."""
 FORMAT = 1
 """Version of the format. A reader knows this one and all before it."""
 MANIFEST, DAMAGED, UPLOADED, DELETIONS = "manifest.json", "damaged.json", "uploaded.json", "deletions.jsonl"

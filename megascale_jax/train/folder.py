@@ -18,7 +18,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from megascale_jax.checkpoint.manifest import newest_good, read_manifest
+from megascale_jax.checkpoint.manifest import CHECKPOINTS, newest_good, read_manifest
 from megascale_jax.checkpoint.owner import OWNER, Owner, claim, read_owner
 from megascale_jax.comm.storage import Storage
 from megascale_jax.config.checks import difference_blocks_resume
@@ -34,7 +34,6 @@ from megascale_jax.observe.report import replace_file
 from megascale_jax.observe.summary import SUMMARY_FILE, RunSummary, read_summary
 
 CONFIG_FILE = "config.yaml"
-CHECKPOINTS = "checkpoints"
 LOCK_FILE = ".lock"
 IDENTITY_FILE = ".identity"
 _OWN_NAMES = {

@@ -10,18 +10,22 @@ from typing import Any
 
 from markupsafe import Markup
 
-from megascale_jax.config.cluster import JOB_FOLDER
+from megascale_jax.checkpoint.manifest import CHECKPOINTS, published_steps, read_manifest
+from megascale_jax.comm.address import is_remote
+from megascale_jax.comm.storage import Storage
+from megascale_jax.errors import RunFolderError
 from megascale_jax.observe.metrics import METRICS_FILE
 from megascale_jax.views.curve import RunRecord
+from megascale_jax.views.dashboard.incidents import incident_card, stories_of
 from megascale_jax.views.dashboard.page import Page, Query
+from megascale_jax.views.dashboard.render import duration, filled
 from megascale_jax.views.dashboard.run_view import METRICS, Missing, RunView, every, files
 from megascale_jax.views.figures import Curve, curves_svg
-from megascale_jax.views.job_story import JobStory, read_stories
+from megascale_jax.views.job_story import JobStory
 
 TAIL_BYTES = 256 << 10
 """Of `metrics.jsonl`: its newest lines are enough to know how it goes."""
 _TONES = {"hang": "bad", "slow": "warn", "unknown": "warn", "running": "good", "ended": "quiet", "failed": "bad", "finished": "good"}
-JOURNAL = files(JOB_FOLDER)
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,10 @@ class Pace:
 
 
 def read_pace(run: Path) -> Pace | None:
-    """From the end of the run's metrics; ``None`` before the first step. Raises OSError without such a file."""
+    """From the end of the run's metrics; ``None`` before the first step. Raises RunFolderError without such a file."""
     path = run / METRICS_FILE
+    if not path.is_file():
+        raise RunFolderError(f"There is no {METRICS_FILE}: no step is done yet, or this is no run.")
     with path.open("rb") as stream:
         size = path.stat().st_size
         stream.seek(max(0, size - TAIL_BYTES))
@@ -71,11 +77,6 @@ def _finite(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
 
 
-def stories_of(run: RunView) -> tuple[JobStory, ...] | Missing:
-    """The jobs of the run's drivers, newest last; empty: it was never driven."""
-    return run.known("stories", lambda: read_stories(run.folder), JOURNAL)
-
-
 def loss_picture(record: RunRecord) -> Markup:
     """Losses over steps, training and held-out."""
     train, held_out = record.train, record.evaluation
@@ -95,6 +96,7 @@ def summary(run: RunView, now: float | None = None) -> dict[str, Any]:
     steps = _steps(config)
     step = max(pace.step if pace else 0, job.step if job else 0)
     left_s = pace.step_s * (steps - step) if pace and pace.step_s and steps and steps > step else None
+    read = (pace, record, progress, config, stories)
     word, tone, text = _state(job, bool(status), judgement, step, steps)
     return {
         "state": {"word": word, "tone": tone, "text": text},
@@ -102,16 +104,17 @@ def summary(run: RunView, now: float | None = None) -> dict[str, Any]:
         "step": step,
         "steps": steps,
         "left_s": left_s if tone not in ("bad", "quiet") else None,
-        "checkpoint": _checkpoint(run, job, now),
+        "checkpoint": _checkpoint(run, config, job, now),
         "job": job,
         "incident": job.incidents[-1] if job is not None and job.incidents else None,
-        "alarms": [*(job.alarms if job is not None else ()), *([] if not status else [])],
+        "alarms": job.alarms if job is not None else (),
         "observed": [(status["now_s"] - at_s, text) for at_s, text in status["observed"][-5:]] if status else [],
         "judgement": judgement,
         "record": record,
         "loss": loss_picture(record) if record else None,
         "age_s": now - pace.changed_unix_s if pace else None,
-        "missing": [one.why for one in (pace, record, progress, config, stories) if isinstance(one, Missing)],
+        "missing": list(dict.fromkeys(one.why for one in read if isinstance(one, Missing) and not one.is_pending)),
+        "pending": any(isinstance(one, Missing) and one.is_pending for one in read),
     }
 
 
@@ -137,9 +140,9 @@ def _state(job: JobStory | None, is_driven: bool, judgement: Any, step: int, ste
     return ("unknown", "warn", "nothing tells what its processes do") if step else ("not begun", "quiet", "no step is done yet")
 
 
-def _checkpoint(run: RunView, job: JobStory | None, now: float) -> dict[str, Any] | None:
+def _checkpoint(run: RunView, config: dict[str, Any] | Missing, job: JobStory | None, now: float) -> dict[str, Any] | None:
     """The newest checkpoint on storage: its step, and its age in seconds."""
-    found = run.known("checkpoint", lambda: newest_checkpoint(run.folder, run.config), every(10.0, files("checkpoints")))
+    found = run.known("checkpoint", lambda: newest_checkpoint(run.folder, config), every(10.0, files(CHECKPOINTS)))
     if found:
         return {"step": found[0], "age_s": now - found[1]}
     if job is not None and job.saved_unix_s is not None:
@@ -152,13 +155,9 @@ def newest_checkpoint(run: Path, config: dict[str, Any] | Missing) -> tuple[int,
 
     One in a remote storage is not looked for: a page must not wait for a network. Raises CheckpointError.
     """
-    from megascale_jax.checkpoint.manifest import published_steps, read_manifest
-    from megascale_jax.comm.address import is_remote
-    from megascale_jax.comm.storage import Storage
-
     train = config.get("train") if config else None
     named = (train.get("checkpoint") or {}).get("place") if isinstance(train, dict) else None
-    place = str(named or run / "checkpoints")
+    place = str(named or run / CHECKPOINTS)
     if is_remote(place) or not Path(place).is_dir():
         return None
     storage = Storage(place)
@@ -166,4 +165,32 @@ def newest_checkpoint(run: Path, config: dict[str, Any] | Missing) -> tuple[int,
     return (steps[-1], read_manifest(storage, steps[-1]).created_unix_s) if steps else None
 
 
-OVERVIEW = Page("", "Overview", "overview.html", lambda run, query: summary(run), refresh_s=3.0)
+def facts_of(found: dict[str, Any]) -> list[dict[str, str]]:
+    """The numbers of a summary, with a word beside each."""
+    pace, steps, checkpoint = found["pace"], found["steps"], found["checkpoint"]
+
+    def rate(value: float | None, text: str) -> str:
+        return "–" if value is None else text.format(value)
+
+    tokens, mfu = (pace.tokens_per_s, pace.mfu) if pace else (None, None)
+    age = "no step is done yet" if found["age_s"] is None else f"newest {duration(found['age_s'])} ago"
+    step_s = pace.step_s if pace else None
+    behind = "none on storage" if checkpoint is None else f"step {checkpoint['step']}, {max(0, found['step'] - checkpoint['step'])} steps behind"
+    return [
+        {"name": "step", "value": f"{found['step']:,}", "note": f"of {steps:,}; {age}" if steps else age},
+        {"name": "loss, nats per token", "value": rate(pace.loss if pace else None, "{:.4f}"), "note": ""},
+        {"name": "tokens/s", "value": rate(tokens, "{:,.0f}"), "note": f"{duration(step_s)} a step" if step_s else ""},
+        {"name": "MFU", "value": rate(None if mfu is None else 100 * mfu, "{:.1f} %"), "note": "by the newest step"},
+        {"name": "time left", "value": "–" if found["left_s"] is None else duration(found["left_s"]), "note": "at the pace of the last steps"},
+        {"name": "newest checkpoint", "value": "–" if checkpoint is None else f"{duration(checkpoint['age_s'])} old", "note": behind},
+    ]
+
+
+def _context(run: RunView, query: Query) -> dict[str, Any]:
+    found = summary(run)
+    card = filled("now.html", found=facts_of(found), **{name: found[name] for name in ("state", "step", "steps")})
+    newest = found["incident"]
+    return {**found, "facts_card": card, "incident_card": None if newest is None else incident_card(newest)}
+
+
+OVERVIEW = Page("", "Overview", "overview.html", _context, refresh_s=3.0)

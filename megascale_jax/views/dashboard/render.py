@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def environment() -> Environment:
     found = Environment(
         loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    found.filters |= {"visible": visible, "signed": signed, "duration": duration, "share": share}
+    found.filters |= {"visible": visible, "signed": signed, "duration": duration, "moment": moment, "share": share}
     found.tests["missing"] = lambda value: isinstance(value, Missing)
     return found
 
@@ -96,3 +97,11 @@ def duration(seconds: float | None) -> str:
     if whole < 86400:
         return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
     return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
+
+
+def moment(unix_s: float | None) -> str:
+    """``2026-03-01 12:00:05 UTC`` of seconds since 1970."""
+    try:
+        return "unknown" if unix_s is None else f"{datetime.fromtimestamp(unix_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    except (ValueError, OverflowError, OSError):
+        return "unknown"
