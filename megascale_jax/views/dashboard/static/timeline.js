@@ -10,7 +10,7 @@
     if (to === from) return;
     const share = atShare ?? 0.5, place = (view.scrollLeft + share * view.clientWidth) / view.scrollWidth;
     view.dataset.zoom = to;
-    view.querySelector(".shapes").style.width = `${100 * 2 ** to}%`;
+    view.querySelector(".shapes").style.width = `calc(max(100%, 900px) * ${2 ** to})`;
     view.scrollLeft = place * view.scrollWidth - share * view.clientWidth;
     const said = document.getElementById("zoom");
     if (said) said.textContent = `${2 ** to}×`;
