@@ -28,6 +28,7 @@ from megascale_jax.cli import (
     keep,
     launch,
     profile,
+    report,
     sample,
     schedule,
     serve,
@@ -73,6 +74,7 @@ app.command("why")(why.why)
 app.command("goodput")(goodput.goodput)
 app.command("profile")(profile.profile)
 app.command("serve")(serve.serve)
+app.command("report")(report.report)
 app.command("keep")(keep.keep)
 app.command("schedule")(schedule.schedule)
 app.command("analyze")(analyze.analyze)

@@ -139,19 +139,19 @@ def _waits(device: Device, begin_ns: int) -> Iterator[tuple[str, str, int, int]]
             yield row.lane, row.name, row.begin_ns - begin_ns, row.end_ns - begin_ns
 
 
-def picture_svg(picture: StepPicture) -> tuple[Markup, Markup]:
+def picture_svg(picture: StepPicture, most_units: int = MOST_UNITS) -> tuple[Markup, Markup]:
     """The names of the rows, and the picture: two SVGs of the same height, to be laid side by side."""
-    draw = _Drawing(picture)
+    draw = _Drawing(picture, most_units)
     return Markup(draw.names()), Markup(draw.shapes())
 
 
 class _Drawing:
-    def __init__(self, picture: StepPicture):
+    def __init__(self, picture: StepPicture, most_units: int):
         self.picture = picture
         self.lane = _IDEAL + _REAL + 3 if picture.ideal_ns else _REAL + 3
         self.block = self.lane * max(len(picture.passes), 1) + _WAIT + _GAP
         self.height = _AXIS + self.block * len(picture.stages)
-        self.is_fine = sum(len(one.real) + len(one.ideal) for one in picture.stages) <= MOST_UNITS
+        self.is_fine = sum(len(one.real) + len(one.ideal) for one in picture.stages) <= most_units
 
     def names(self) -> str:
         parts = [f'<svg xmlns="http://www.w3.org/2000/svg" class="rows" width="118" height="{self.height}" aria-hidden="true">']

@@ -40,13 +40,12 @@ def test_the_order_of_a_picture_is_that_of_the_schedule(grid, tmp_path):
     assert [title.split(",")[1] for title in titles] == [f" tick {tick}" for tick, *_ in scheduled(schedule, 0, "forward")]
 
 
-def test_many_units_are_a_few_paths_in_the_same_places(tmp_path, monkeypatch):
+def test_many_units_are_a_few_paths_in_the_same_places(tmp_path):
     schedule = Schedule(4, 3, 8, 0)
     write_steps(tmp_path / "run", stamps_of(schedule), (4, 1, 1), [1])
     picture = step_picture(read_timeline(tmp_path / "run", 1))
     fine = ElementTree.fromstring(picture_svg(picture)[1])
-    monkeypatch.setattr(module, "MOST_UNITS", 10)
-    coarse = ElementTree.fromstring(picture_svg(picture)[1])
+    coarse = ElementTree.fromstring(picture_svg(picture, 10)[1])
     boxes = {(int(box.get("x")), int(box.get("y"))) for box in fine.iter(f"{SVG}rect") if len(box)}
     pieces = [piece.partition("h")[0].split() for path in coarse.iter(f"{SVG}path") for piece in path.get("d").split("M")[1:]]
     assert {(int(x), int(y)) for x, y in pieces} == boxes

@@ -22,6 +22,7 @@ from megascale_jax.views.dashboard.render import duration, filled
 from megascale_jax.views.dashboard.run_view import METRICS, Missing, RunView, every, files
 from megascale_jax.views.figures import Curve, curves_svg
 from megascale_jax.views.job_story import JobStory
+from megascale_jax.views.why import Judgement
 
 TAIL_BYTES = 256 << 10
 """Of `metrics.jsonl`: its newest lines are enough to know how it goes."""
@@ -85,13 +86,17 @@ def loss_picture(record: RunRecord) -> Markup:
     return curves_svg([one for one in curves if one.x.size], f"loss over steps, nats per token; the newest: {last}")
 
 
-def summary(run: RunView, now: float | None = None) -> dict[str, Any]:
-    """Everything that the page shows, for a report too; ``now``: seconds since 1970, by default this moment."""
+def summary(run: RunView, now: float | None = None, judged: Judgement | Missing | None = None) -> dict[str, Any]:
+    """Everything that the page shows, for a report too.
+
+    ``now``: seconds since 1970, by default this moment; ``judged``: what `why` says as of then, by default as of some seconds ago.
+    """
     now = time.time() if now is None else now
     pace = run.known("pace", lambda: read_pace(run.folder), METRICS)
-    stories, progress, record, config = stories_of(run), run.progress, run.record, run.config
+    stories, record, config = stories_of(run), run.record, run.config
+    progress = run.progress if judged is None else judged
     job = stories[-1] if stories else None
-    judgement = progress[1] if progress else None
+    judgement = None if isinstance(progress, Missing) else progress[1] if isinstance(progress, tuple) else progress
     status = run.status if job is not None and not job.has_ended else Missing("No driver has this run now.")
     steps = _steps(config)
     step = max(pace.step if pace else 0, job.step if job else 0)
@@ -124,7 +129,7 @@ def _steps(config: dict[str, Any] | Missing) -> int | None:
     return steps if type(steps) is int and steps > 0 else None
 
 
-def _state(job: JobStory | None, is_driven: bool, judgement: Any, step: int, steps: int | None) -> tuple[str, str, str]:
+def _state(job: JobStory | None, is_driven: bool, judgement: Judgement | None, step: int, steps: int | None) -> tuple[str, str, str]:
     """A word for what the run does, how urgent it is, and a sentence."""
     if job is not None and job.has_ended:
         return job.phase, _TONES.get(job.phase, "quiet"), job.outcome

@@ -1,6 +1,7 @@
 """A step of one pipeline: what its stages computed and waited for, beside the ideal schedule; and the same as a file for Perfetto."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
@@ -8,7 +9,7 @@ from markupsafe import Markup
 from megascale_jax.errors import UsageError
 from megascale_jax.views.dashboard.page import Page, Query, whole_number
 from megascale_jax.views.dashboard.run_view import EVENTS, Missing, RunView
-from megascale_jax.views.step_picture import WAIT_LANES, Stage, StepPicture, picture_svg, read_picture
+from megascale_jax.views.step_picture import MOST_UNITS, WAIT_LANES, Stage, StepPicture, picture_svg, read_picture
 from megascale_jax.views.trace import trace_bytes
 
 _LISTED = 60
@@ -31,14 +32,15 @@ class Shown:
 
 def shown_step(run: RunView, step: int | None, data: int, tensor: int) -> Shown | Missing:
     """A step of the pipeline at one place; by default the newest with details."""
+    return run.known(("step", step, data, tensor), lambda: read_shown(run.folder, step, data, tensor), EVENTS)
 
-    def make() -> Shown:
-        found, timeline, picture = read_picture(run.folder, step, data, tensor)
-        names, shapes = picture_svg(picture)
-        table = tuple(_row(stage, picture) for stage in picture.stages)
-        return Shown(picture, timeline.attempt, timeline.mesh, found.detailed, timeline.has_details, names, shapes, table)
 
-    return run.known(("step", step, data, tensor), make, EVENTS)
+def read_shown(run: Path, step: int | None, data: int, tensor: int, most_units: int = MOST_UNITS) -> Shown:
+    """The same read now; ``most_units``: of more there are no boxes. Raises UsageError, RunFolderError."""
+    found, timeline, picture = read_picture(run, step, data, tensor)
+    names, shapes = picture_svg(picture, most_units)
+    table = tuple(_row(stage, picture) for stage in picture.stages)
+    return Shown(picture, timeline.attempt, timeline.mesh, found.detailed, timeline.has_details, names, shapes, table)
 
 
 def _row(stage: Stage, picture: StepPicture) -> dict[str, Any]:
