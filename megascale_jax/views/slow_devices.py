@@ -85,7 +85,7 @@ def find_slow(times: StepTimes) -> SlowDevices:
         relative = excess_over_peers(seconds, more)
         over = median(relative)
         excess[name] = over.reshape(times.mesh.pipe, times.mesh.data, times.mesh.tensor)
-        parts = np.sum([median(part) >= LEAST_EXCESS for part in np.array_split(relative, PARTS)], axis=0)
+        parts = np.sum([median(part) >= LEAST_EXCESS for part in np.array_split(relative, min(PARTS, len(relative)))], axis=0)
         cost = median(more)
         enough = (~np.isnan(relative)).sum(axis=0) >= FEWEST_STEPS
         slow = enough & (over >= np.maximum(LEAST_EXCESS, SIGMAS * deviation(relative, over))) & (parts >= HOLDS)

@@ -17,6 +17,8 @@ from megascale_jax.views.incidents import Incident
 _PIECES = 500
 """Of the band."""
 _MOST_INCIDENTS = 100
+_LEAST_NS = 1_000_000
+"""Of a class of costs that is listed."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def _trend(found: Goodput) -> Markup:
 
 def _interruption(one: Incident) -> dict[str, Any]:
     """An interruption with what it cost, most first; seconds."""
-    costs = sorted(((kind, cost / 1e9) for kind, cost in one.lost_ns.items() if cost), key=lambda cost: -cost[1])
+    costs = sorted(((kind, cost / 1e9) for kind, cost in one.lost_ns.items() if cost >= _LEAST_NS), key=lambda cost: -cost[1])
     return {
         "number": one.number,
         "step": one.step,

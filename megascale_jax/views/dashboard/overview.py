@@ -5,6 +5,7 @@ import math
 import statistics
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from megascale_jax.views.why import Judgement
 
 TAIL_BYTES = 256 << 10
 """Of `metrics.jsonl`: its newest lines are enough to know how it goes."""
+_PACE_STEPS = 200
+"""Newest lines from which the time of a step is taken."""
 _TONES = {"hang": "bad", "slow": "warn", "unknown": "warn", "running": "good", "ended": "quiet", "failed": "bad", "finished": "good"}
 
 
@@ -57,7 +60,7 @@ def read_pace(run: Path) -> Pace | None:
     newest = lines[-1]
     lasted = [
         (second["wall_s"] - first["wall_s"]) / (second["step"] - first["step"])
-        for first, second in zip(lines[-201:], lines[-200:], strict=False)
+        for first, second in pairwise(lines[-_PACE_STEPS - 1 :])
         if second["step"] > first["step"]
     ]
     step_s = statistics.median(lasted) if lasted else None
@@ -99,7 +102,8 @@ def summary(run: RunView, now: float | None = None, judged: Judgement | Missing 
     judgement = None if isinstance(progress, Missing) else progress[1] if isinstance(progress, tuple) else progress
     status = run.status if job is not None and not job.has_ended else Missing("No driver has this run now.")
     steps = _steps(config)
-    step = max(pace.step if pace else 0, job.step if job else 0)
+    ranks = [one.step for one in judgement.ranks if one.step is not None] if judgement is not None else []
+    step = pace.step if pace else max(job.step if job else 0, min(ranks, default=0))
     left_s = pace.step_s * (steps - step) if pace and pace.step_s and steps and steps > step else None
     read = (pace, record, progress, config, stories)
     word, tone, text = _state(job, bool(status), judgement, step, steps)

@@ -75,7 +75,7 @@ def answering(folder, world):
     control = Control(AuditLog(place / "audit.jsonl"), Rule(), saved=lambda: [10, 20])
     control.driver = world.driver
     loop, ready = asyncio.new_event_loop(), threading.Event()
-    server = LinkServer(security, security.job, TypeAdapter(FromNode), control, permits=permits)
+    server = LinkServer(security, security.job, TypeAdapter(FromNode), control, audit=lambda what, details: None, permits=permits)
 
     async def start():
         port = await server.start("127.0.0.1", 0)
