@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("look", ["light", "dark", "phone"])
 def test_every_page_of_a_driven_run(browser, dashboard, folder, tmp_path, look):
     theme, size = {"light": ("light", DESK), "dark": ("dark", DESK), "phone": ("dark", PHONE)}[look]
-    with dashboard(folder) as url, browser.tab(f"{url}static/style.css", size, theme) as tab:
+    with dashboard(folder) as url, browser.tab(f"{url}login", size, theme) as tab:
         for page in MINE:
             tab.open(url + page.path)
             tab.wait(IS_SETTLED)
@@ -55,7 +55,7 @@ def test_every_page_of_a_driven_run(browser, dashboard, folder, tmp_path, look):
 
 def test_hostile_names_of_a_driven_run_are_text(browser, dashboard, tmp_path):
     run = driven.driven(tmp_path / "<img src=x onerror=alert(1)>", is_hostile=True, steps=[1])
-    with dashboard(run) as url, browser.tab(f"{url}static/style.css") as tab:
+    with dashboard(run) as url, browser.tab(f"{url}login") as tab:
         for page in MINE:
             tab.open(url + page.path)
             tab.wait(IS_SETTLED)
