@@ -119,15 +119,22 @@ def test_an_eviction_is_read_confirmed_and_told_to_the_driver(browser, dashboard
     world.journal.close()
 
 
-@pytest.mark.parametrize("look", ["light", "dark-phone"])
-@pytest.mark.parametrize("name", ["driven", "hanging", "broken"])
-def test_a_report_is_a_page_by_itself(browser, folder, tmp_path, name, look):
-    run = folder if name == "driven" else getattr(runs, name)(tmp_path / "run")
-    view = RunView(run, patience_s=60)
-    (tmp_path / "report.html").write_bytes(report_html(view, 1.8e9))
-    view.close()
+@pytest.fixture(scope="module")
+def reports(folder, tmp_path_factory):
+    """Files with reports, by run."""
+    base = tmp_path_factory.mktemp("reports")
+    for name, run in (("driven", folder), ("broken", runs.broken(base / "run"))):
+        view = RunView(run, patience_s=60)
+        (base / f"{name}.html").write_bytes(report_html(view, 1.8e9))
+        view.close()
+    return base
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("name", ["driven", "broken"])
+def test_a_report_is_a_page_by_itself(browser, reports, tmp_path, name, look):
     theme, size = LOOKS[look]
-    address = (tmp_path / "report.html").as_uri()
+    address = (reports / f"{name}.html").as_uri()
     with browser.tab(address, size, theme) as tab:
         tab.picture(f"report-{name}-{look}", tmp_path)
         check(tab, address, f"report of {name}")
