@@ -159,4 +159,3 @@ def _replayed(state: State, config: ClusterConfig, events: Sequence[tuple[float,
             saved_unix_s = unix_s
     incidents = tuple(PastIncident(one, *attempts[one.number]) for one in state.incidents)
     return JobHistory(state, tuple(lines), tuple(phases), incidents, saved_unix_s, note)
-

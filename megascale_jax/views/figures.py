@@ -78,7 +78,10 @@ def bar_svg(parts: Sequence[Part], label: str, *, whole: float | None = None, he
     total = max(whole or 0.0, sum(part.value for part in parts))
     if not total > 0:
         return Markup()
-    lines, at = [_open(height, label), f'<svg width="100%" height="{height}" viewBox="0 0 {WIDE} {height}" preserveAspectRatio="none">'], 0.0
+    lines, at = (
+        [_open(height, label), f'<svg width="100%" height="{height}" viewBox="0 0 {WIDE} {height}" preserveAspectRatio="none">'],
+        0.0,
+    )
     for part in parts:
         wide = WIDE * part.value / total
         title = words(f"{part.name}: {part.text}" if part.text else part.name)

@@ -88,7 +88,9 @@ def read_picture(run: Path, step: int | None, data: int = 0, tensor: int = 0) ->
     found = find_step(run, step)
     _, datas, tensors = found.mesh
     if data >= datas or tensor >= tensors:
-        raise UsageError(f"data {data}, tensor {tensor}: in step {found.step} the mesh has data 0 to {datas - 1}, tensor 0 to {tensors - 1}")
+        raise UsageError(
+            f"data {data}, tensor {tensor}: in step {found.step} the mesh has data 0 to {datas - 1}, tensor 0 to {tensors - 1}"
+        )
     devices = pipeline_devices(found.mesh, data, tensor)
     ranks = {rank for rank, facts in found.facts.items() if not set(facts.devices).isdisjoint(devices)}
     timeline = read_timeline(run, found.step, ranks, devices)
@@ -120,7 +122,9 @@ def _ideal(timeline: Timeline, begin_ns: int) -> tuple[list[tuple[int, Unit]], i
         return [], 0
     offset_ns = min(forward) - begin_ns
     units = ideal_units(schedule, median_units_ns(timeline))
-    moved = ((one.stage, Unit(one.of, one.tick, one.micro_batch, one.chunk, one.begin_ns + offset_ns, one.end_ns + offset_ns)) for one in units)
+    moved = (
+        (one.stage, Unit(one.of, one.tick, one.micro_batch, one.chunk, one.begin_ns + offset_ns, one.end_ns + offset_ns)) for one in units
+    )
     return [(stage, unit) for stage, unit in moved if unit.end_ns > unit.begin_ns], offset_ns
 
 

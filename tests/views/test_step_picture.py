@@ -24,7 +24,11 @@ def test_the_order_of_a_picture_is_that_of_the_schedule(grid, tmp_path):
     names, shapes = picture_svg(picture)
     ElementTree.fromstring(names)
     drawn = ElementTree.fromstring(shapes)
-    boxes = [(box.get("class"), int(box.get("y")), int(box.get("x")), box.find(f"{SVG}title").text) for box in drawn.iter(f"{SVG}rect") if len(box)]
+    boxes = [
+        (box.get("class"), int(box.get("y")), int(box.get("x")), box.find(f"{SVG}title").text)
+        for box in drawn.iter(f"{SVG}rect")
+        if len(box)
+    ]
     lanes = sorted({y for _, y, _, _ in boxes})
     for stage in picture.stages:
         for of in ("forward", "backward", "weight"):

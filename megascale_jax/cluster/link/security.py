@@ -45,9 +45,7 @@ class Security:
     shown: str = field(default="", repr=False)
 
     @classmethod
-    def load(
-        cls, folder: str | Path, *, role: Literal["driver", "client"], token: str | Path | None = None, shown: str = ""
-    ) -> Self:
+    def load(cls, folder: str | Path, *, role: Literal["driver", "client"], token: str | Path | None = None, shown: str = "") -> Self:
         """The files of ``folder``, checked. ``token``: a client's token file; default as the environment says, else the only one there.
 
         ``shown``: the token itself; no file is looked for then.

@@ -141,7 +141,11 @@ def _state(job: JobStory | None, is_driven: bool, judgement: Judgement | None, s
         return judgement.verdict, _TONES[judgement.verdict], judgement.reason
     if job is not None and is_driven:
         tone = "good" if job.phase == "running" else "warn"
-        return job.phase, tone, f"attempt {job.attempt}" if job.phase == "running" else f"the driver overcomes an incident, attempt {job.attempt}"
+        return (
+            job.phase,
+            tone,
+            f"attempt {job.attempt}" if job.phase == "running" else f"the driver overcomes an incident, attempt {job.attempt}",
+        )
     if steps is not None and step >= steps:
         return "finished", "good", f"all {steps} steps are done"
     if judgement is not None:
@@ -184,13 +188,19 @@ def facts_of(found: dict[str, Any]) -> list[dict[str, str]]:
     tokens, mfu = (pace.tokens_per_s, pace.mfu) if pace else (None, None)
     age = "no step is done yet" if found["age_s"] is None else f"newest {duration(found['age_s'])} ago"
     step_s = pace.step_s if pace else None
-    behind = "none on storage" if checkpoint is None else f"step {checkpoint['step']}, {max(0, found['step'] - checkpoint['step'])} steps behind"
+    behind = (
+        "none on storage" if checkpoint is None else f"step {checkpoint['step']}, {max(0, found['step'] - checkpoint['step'])} steps behind"
+    )
     return [
         {"name": "step", "value": f"{found['step']:,}", "note": f"of {steps:,}; {age}" if steps else age},
         {"name": "loss, nats per token", "value": rate(pace.loss if pace else None, "{:.4f}"), "note": ""},
         {"name": "tokens/s", "value": rate(tokens, "{:,.0f}"), "note": f"{duration(step_s)} a step" if step_s else ""},
         {"name": "MFU", "value": rate(None if mfu is None else 100 * mfu, "{:.1f} %"), "note": "by the newest step"},
-        {"name": "time left", "value": "–" if found["left_s"] is None else duration(found["left_s"]), "note": "at the pace of the last steps"},
+        {
+            "name": "time left",
+            "value": "–" if found["left_s"] is None else duration(found["left_s"]),
+            "note": "at the pace of the last steps",
+        },
         {"name": "newest checkpoint", "value": "–" if checkpoint is None else f"{duration(checkpoint['age_s'])} old", "note": behind},
     ]
 

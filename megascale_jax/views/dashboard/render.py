@@ -85,6 +85,8 @@ def duration(seconds: float | None) -> str:
     """``480 us``, ``1.5 ms``, ``12.0 s``, ``3 min 05 s``, ``2 h 03 min``, ``4 d 02 h``."""
     if seconds is None or seconds != seconds:
         return "unknown"
+    if seconds == 0:
+        return "0 s"
     if abs(seconds) < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     if abs(seconds) < 1:

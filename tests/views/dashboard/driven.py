@@ -56,7 +56,9 @@ def world_of(folder, *, is_hostile=False):
     for attempt in (1, 2):
         log = place / "nodes" / "node-2" / f"attempt-{attempt:04}" / "rank-2.log"
         log.parent.mkdir(parents=True)
-        log.write_text(f"step 11: loss 2.31\nRuntimeError: {HOSTILE}\n\x1b[31mjavascript:alert(1)\n" if is_hostile else "step 11: loss 2.3\nKilled\n")
+        log.write_text(
+            f"step 11: loss 2.31\nRuntimeError: {HOSTILE}\n\x1b[31mjavascript:alert(1)\n" if is_hostile else "step 11: loss 2.3\nKilled\n"
+        )
     return world
 
 

@@ -8,8 +8,10 @@ from typer.testing import CliRunner
 
 from megascale_jax.cli.main import app
 from megascale_jax.errors import UsageError
+from megascale_jax.observe.event_store import read_events
 from megascale_jax.views.dashboard.report import report_html
 from megascale_jax.views.dashboard.run_view import RunView
+from megascale_jax.views.step_times import read_step_times
 from tests.views.dashboard import driven, runs
 
 NOW = 1.8e9
@@ -27,7 +29,7 @@ def report(folder, now=NOW):
 class Elements(HTMLParser):
     """Every element with its attributes; whether all are closed in order."""
 
-    VOID = {"meta", "img", "br", "input", "link"}
+    VOID = frozenset({"meta", "img", "br", "input", "link"})
 
     def __init__(self, html):
         super().__init__()
@@ -72,8 +74,8 @@ def test_a_report_tells_everything_in_one_file(whole):
     check(html)
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", html))
     for words in (
-        "all 200 steps are done", "Incident 1 at step 13", "anna and ben ordered: evict node-1", "counted as training", "no device stands out",
-        "Log of node-2", "global_batch_size", "this report", "made 2027-01-15",
+        "all 200 steps are done", "Incident 1 at step 13", "anna and ben ordered: evict node-1", "counted as training",
+        "no device stands out", "Log of node-2", "global_batch_size", "this report", "made 2027-01-15",
     ):  # fmt: skip
         assert words in text, words
     assert "data:image/png;base64," in html and html.count("<svg") > 8
@@ -109,9 +111,6 @@ def test_the_slowest_step_with_details_is_drawn(tmp_path):
     folder = driven.trained(tmp_path / "run", steps=range(1, 8))
     html = report(folder)
     number = int(re.search(r"Step (\d+), attempt 0", html).group(1))
-    from megascale_jax.observe.event_store import read_events
-    from megascale_jax.views.step_times import read_step_times
-
     with read_events(folder) as store:
         times = read_step_times(store)
     assert number == times.steps[times.whole.reshape(times.steps.size, -1).max(axis=1).argmax()]

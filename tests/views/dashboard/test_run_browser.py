@@ -84,8 +84,16 @@ def test_a_step_is_zoomed_and_panned_with_keys_and_buttons(browser, dashboard, f
         tab.picture("timeline-zoomed", tmp_path)
         tab.run("document.querySelector('[data-zoom-by=\"0\"]').click()")
         assert tab.run(wide) == pytest.approx(before, rel=0.01)
-        assert tab.run("fetch(document.querySelector('a[download]').href).then((one) => one.arrayBuffer()).then((one) => one.byteLength)") > 1000
+        assert (
+            tab.run("fetch(document.querySelector('a[download]').href).then((one) => one.arrayBuffer()).then((one) => one.byteLength)")
+            > 1000
+        )
         assert tab.problems == []
+
+
+def show(tab, token):
+    """Type a token into the page that asks for it."""
+    tab.run(f"(document.getElementById('token').value = {token!r}, document.querySelector('form.stack button').click())")
 
 
 def test_an_eviction_is_read_confirmed_and_told_to_the_driver(browser, dashboard, tmp_path):
@@ -94,7 +102,7 @@ def test_an_eviction_is_read_confirmed_and_told_to_the_driver(browser, dashboard
     with driven.answering(folder, world) as token:
         guard = guard_for("127.0.0.1", None, job_folder(folder))
         with dashboard(folder, guard) as url, browser.tab(f"{url}login?next=nodes") as tab:
-            tab.run(f"(document.getElementById('token').value = {token('anna', 'admin')!r}, document.querySelector('form.stack button').click())")
+            show(tab, token("anna", "admin"))
             tab.wait("document.querySelector('#rows table')")
             tab.picture("nodes-live", tmp_path)
             check(tab, url, "nodes")
@@ -109,7 +117,7 @@ def test_an_eviction_is_read_confirmed_and_told_to_the_driver(browser, dashboard
             assert "v1." not in tab.run("location.href") and not any("v1." in address for address in tab.requests)
             number = tab.run("document.querySelector('[role=alert]').innerText").split()[-1]
         with dashboard(folder, guard_for("127.0.0.1", None, job_folder(folder))) as url, browser.tab(f"{url}login?next=nodes") as tab:
-            tab.run(f"(document.getElementById('token').value = {token('ben', 'admin')!r}, document.querySelector('form.stack button').click())")
+            show(tab, token("ben", "admin"))
             tab.wait("document.querySelector('#rows table')")
             tab.open(f"{url}nodes?ask=confirm")
             tab.run(f"(document.getElementById('number').value = '{number}', document.querySelector('#ask button').click())")

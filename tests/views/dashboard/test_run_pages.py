@@ -27,7 +27,9 @@ def shown(folder, key, **query):
     """A page's content as text."""
     view = RunView(folder, patience_s=60)
     try:
-        return str(content(next(page for page in PAGES if page.key == key), view, query, data_link=lambda page, name, query: f"/data/{name}"))
+        return str(
+            content(next(page for page in PAGES if page.key == key), view, query, data_link=lambda page, name, query: f"/data/{name}")
+        )
     finally:
         view.close()
 
@@ -49,7 +51,13 @@ def test_the_overview_has_the_newest_numbers(run):
 
 def test_a_torn_or_odd_line_of_metrics_is_left_out(tmp_path):
     lines = [{"step": step, "kind": "train", "wall_s": 0.5 * step, "loss": 2.0} for step in (1, 2, 3, 5)]
-    odd = ["{", '{"step": "9", "kind": "train", "wall_s": 1}', '{"step": 9, "kind": "train", "wall_s": "x"}', "[]", '{"step": 7, "kind": "tr']
+    odd = [
+        "{",
+        '{"step": "9", "kind": "train", "wall_s": 1}',
+        '{"step": 9, "kind": "train", "wall_s": "x"}',
+        "[]",
+        '{"step": 7, "kind": "tr',
+    ]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*map(json.dumps, lines), *odd]))
     pace = read_pace(tmp_path)
     assert (pace.step, pace.loss, pace.step_s, pace.mfu) == (5, 2.0, 0.5, None)
