@@ -22,11 +22,12 @@ OF_THE_JOB = (Command.RESTART, Command.REWIND, Command.STOP, Command.CONFIRM)
 MEANING: dict[Command, str] = {
     Command.CORDON: "It keeps the place that it has, and gets no new one until somebody uncordons it. Training goes on.",
     Command.UNCORDON: "It is taken back as a spare, or keeps its place. Training goes on.",
-    Command.EVICT: "It leaves the job for good, and a spare takes its place: if it has one, training is interrupted and goes on from the newest "
-    "state that the others have. Another admin must confirm it, unless the job was started without that rule.",
+    Command.EVICT: "It leaves the job for good, and a spare takes its place: if it has one, training is interrupted and goes on from the "
+    "newest state that the others have. Another admin must confirm it, unless the job was started without that rule.",
     Command.RESTART: "All training processes save, end, and start again. Training is interrupted.",
     Command.STOP: "All training processes save, and the job ends. The same `megascale drive` begins it again where it was.",
-    Command.REWIND: "What was trained after the step is given up, checkpoints too, and these samples are never trained on. It cannot be undone.",
+    Command.REWIND: "What was trained after the step is given up, checkpoints too, and these samples are never trained on. It cannot be "
+    "undone.",
     Command.CONFIRM: "What another admin asked for is done now. The number is the one that he was told; check with him what it is.",
 }
 """What a person reads before a command is sent."""

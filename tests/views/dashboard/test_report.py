@@ -37,13 +37,13 @@ class Elements(HTMLParser):
         self.feed(html)
         self.close()
 
-    def handle_starttag(self, tag, attributes):
-        self.found.append((tag, dict(attributes)))
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
         if tag not in self.VOID:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag, attributes):
-        self.found.append((tag, dict(attributes)))
+    def handle_startendtag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
