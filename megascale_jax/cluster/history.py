@@ -113,9 +113,9 @@ def _copied(path: Path, place: Path) -> Path:
         copy.write_bytes(path.read_bytes())
         log = wal.read_bytes() if wal.exists() else b""
         if log[:_WAL_HEADER] == before:
-            break
-    (place / f"{copy.name}-wal").write_bytes(log)
-    return copy
+            (place / f"{copy.name}-wal").write_bytes(log)
+            return copy
+    raise OSError("its driver writes faster than it can be read; try again")
 
 
 def _begin(wal: Path) -> bytes:

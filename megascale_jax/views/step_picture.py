@@ -110,7 +110,7 @@ def step_picture(timeline: Timeline) -> StepPicture:
     has = {unit.of for stage in found for unit in stage.real}
     last_ns = max((unit.end_ns for _, unit in ideal), default=offset_ns)
     chunks = 1 + max((unit.chunk for stage in found for unit in stage.real), default=0)
-    passes = tuple(of for of in UNIT_LANES if of in has)
+    passes: tuple[Pass, ...] = tuple(of for of in UNIT_LANES if of in has)
     return StepPicture(timeline.step, found, passes, max(end_ns - begin_ns, last_ns, 1), last_ns - offset_ns, chunks, timeline.notes)
 
 

@@ -135,3 +135,9 @@ def test_peers_leave_a_device_itself_out(values):
         others = [other for place, other in enumerate(values) if place != at and not np.isnan(other)]
         expected = value - np.median(others) if others else np.nan
         np.testing.assert_allclose(found[at], expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_of_few_steps_nobody_is_slow(steps):
+    found = find_slow(made(steps=steps, scale=slow_at(steps=steps, factor=3.0)))
+    assert found.devices == () and found.notes

@@ -12,7 +12,7 @@ from megascale_jax.views.job_story import IncidentStory, JobStory, read_stories
 
 MOST_INCIDENTS, MOST_LINES = 50, 400
 """Of a job: the newest ones are shown."""
-_COLOURS = dict(zip(PARTS, (3, 7, 4, 5), strict=True))
+_COLOURS: dict[str, int] = dict(zip(PARTS, (3, 7, 4, 5), strict=True))
 
 
 def stories_of(run: RunView) -> tuple[JobStory, ...] | Missing:

@@ -64,8 +64,8 @@ def read_pace(run: Path) -> Pace | None:
         if second["step"] > first["step"]
     ]
     step_s = statistics.median(lasted) if lasted else None
-    numbers = {name: _finite(newest.get(name)) for name in ("loss", "tokens_per_s", "mfu")}
-    return Pace(newest["step"], *numbers.values(), step_s, float(newest["wall_s"]), path.stat().st_mtime)
+    loss, tokens_per_s, mfu = (_finite(newest.get(name)) for name in ("loss", "tokens_per_s", "mfu"))
+    return Pace(newest["step"], loss, tokens_per_s, mfu, step_s, float(newest["wall_s"]), path.stat().st_mtime)
 
 
 def _line(raw: bytes) -> dict[str, Any] | None:
