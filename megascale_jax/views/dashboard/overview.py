@@ -15,6 +15,7 @@ from megascale_jax.checkpoint.manifest import CHECKPOINTS, published_steps, read
 from megascale_jax.comm.address import is_remote
 from megascale_jax.comm.storage import Storage
 from megascale_jax.errors import RunFolderError
+from megascale_jax.observe.events import EVENTS_FOLDER
 from megascale_jax.observe.metrics import METRICS_FILE
 from megascale_jax.views.curve import RunRecord
 from megascale_jax.views.dashboard.incidents import incident_card, stories_of
@@ -105,8 +106,9 @@ def summary(run: RunView, now: float | None = None, judged: Judgement | Missing 
     ranks = [one.step for one in judgement.ranks if one.step is not None] if judgement is not None else []
     step = pace.step if pace else max(job.step if job else 0, min(ranks, default=0))
     left_s = pace.step_s * (steps - step) if pace and pace.step_s and steps and steps > step else None
-    read = (pace, record, progress, config, stories)
-    word, tone, text = _state(job, bool(status), judgement, step, steps)
+    read = {"pace": pace, "losses": record, "ranks": progress, "configuration": config, "incidents": stories}
+    has_begun = any((run.folder / name).exists() for name in (METRICS_FILE, EVENTS_FOLDER))
+    word, tone, text = _state(job, bool(status), judgement, step, steps, has_begun=has_begun)
     return {
         "state": {"word": word, "tone": tone, "text": text},
         "pace": pace or None,
@@ -122,8 +124,8 @@ def summary(run: RunView, now: float | None = None, judged: Judgement | Missing 
         "record": record,
         "loss": loss_picture(record) if record else None,
         "age_s": now - pace.changed_unix_s if pace else None,
-        "missing": list(dict.fromkeys(one.why for one in read if isinstance(one, Missing) and not one.is_pending)),
-        "pending": any(isinstance(one, Missing) and one.is_pending for one in read),
+        "missing": [f"{name}: {one.why}" for name, one in read.items() if isinstance(one, Missing) and not one.is_pending],
+        "pending": any(isinstance(one, Missing) and one.is_pending for one in read.values()),
     }
 
 
@@ -133,7 +135,9 @@ def _steps(config: dict[str, Any] | Missing) -> int | None:
     return steps if type(steps) is int and steps > 0 else None
 
 
-def _state(job: JobStory | None, is_driven: bool, judgement: Judgement | None, step: int, steps: int | None) -> tuple[str, str, str]:
+def _state(
+    job: JobStory | None, is_driven: bool, judgement: Judgement | None, step: int, steps: int | None, *, has_begun: bool
+) -> tuple[str, str, str]:
     """A word for what the run does, how urgent it is, and a sentence."""
     if job is not None and job.has_ended:
         return job.phase, _TONES.get(job.phase, "quiet"), job.outcome
@@ -150,7 +154,7 @@ def _state(job: JobStory | None, is_driven: bool, judgement: Judgement | None, s
         return "finished", "good", f"all {steps} steps are done"
     if judgement is not None:
         return judgement.verdict, _TONES.get(judgement.verdict, "quiet"), judgement.reason
-    return ("unknown", "warn", "nothing tells what its processes do") if step else ("not begun", "quiet", "no step is done yet")
+    return ("unknown", "warn", "nothing tells what its processes do") if has_begun else ("not begun", "quiet", "no step is done yet")
 
 
 def _checkpoint(run: RunView, config: dict[str, Any] | Missing, job: JobStory | None, now: float) -> dict[str, Any] | None:

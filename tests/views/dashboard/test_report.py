@@ -95,7 +95,7 @@ def test_every_run_has_a_report_which_says_what_is_missing(tmp_path, name):
     if name == "hanging":
         assert "rank 5" in html and "first behind" in html and "stuck" in html
     if name == "broken":
-        assert "journal.sqlite cannot be read" in html
+        assert "journal.sqlite cannot be read" in html and "nothing tells what its processes do" in html
     if name == "empty":
         assert "never driven" in html and "not begun" in html
 
