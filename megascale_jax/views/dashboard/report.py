@@ -93,29 +93,26 @@ def _step(run: Path) -> Shown:
     detailed = find_step(run).detailed
     slowest = None
     if detailed:
-        with read_events(run, steps=range(max(0, detailed[-1] - WINDOW), detailed[-1] + 1)) as store:
-            times = read_step_times(store, (max(0, detailed[-1] - WINDOW), detailed[-1] + 1))
+        times = read_step_times(run, (max(0, detailed[-1] - WINDOW), detailed[-1] + 1))
         whole = np.nanmax(times.whole.reshape(times.steps.size, -1), axis=1)
         lasted = {int(step): float(seconds) for step, seconds in zip(times.steps, whole, strict=True) if int(step) in detailed}
         slowest = max(lasted, key=lambda step: (lasted[step], step), default=None)
     return read_shown(run, slowest, 0, 0, MOST_UNITS)
 
 
-def _times(run: Path) -> tuple[StepTimes, SlowDevices, tuple[str, ...]]:
+def _times(run: Path) -> tuple[StepTimes, SlowDevices]:
     last = find_step(run).step
-    with read_events(run, steps=range(max(0, last - WINDOW), last + 1)) as store:
-        times = read_step_times(store, (max(0, last - WINDOW), last + 1))
-        notes = store.notes
-    return times, find_slow(times), notes
+    times = read_step_times(run, (max(0, last - WINDOW), last + 1))
+    return times, find_slow(times)
 
 
-def _heat(name: str, times: StepTimes, slow: SlowDevices, notes: tuple[str, ...]) -> Heat:
+def _heat(name: str, times: StepTimes, slow: SlowDevices) -> Heat:
     with tempfile.TemporaryDirectory(prefix="heat-map-") as place:
         path = Path(place) / "heat.png"
         plot_run(times, slow, name, path)
         content = base64.b64encode(path.read_bytes()).decode()
     words = "; ".join(f"{one.label} takes {one.excess:.0%} longer in {one.optype}" for one in slow.devices[:8]) or "no device stands out"
-    all_notes = (*notes, *times.notes, *slow.notes)
+    all_notes = (*times.notes, *slow.notes)
     return Heat(f"data:image/png;base64,{content}", words, int(times.steps[0]), int(times.steps[-1]), slow, all_notes)
 
 
