@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from megascale_jax.observe.event_store import read_events
 from megascale_jax.observe.provenance import PACKAGE, library_versions
 from megascale_jax.views.curve import CONFIG_FILE
 from megascale_jax.views.dashboard.goodput import booked_time
