@@ -124,7 +124,7 @@ def _show(console: "Console", times: "StepTimes", slow: "SlowDevices", costs: "R
 
 def _times_table(times: "StepTimes") -> Table:
     """Of each pass, the median device's seconds of a step: computed, and waited by lane."""
-    from megascale_jax.views.step_times import WAIT_LANES
+    from megascale_jax.observe.step_sums import WAIT_LANES
 
     grid = _grid("ms of a step, median", "computes", *(f"waits: {lane}" for lane in WAIT_LANES))
     rows: dict[str, dict[str, float]] = {name: {"compute": _usual(seconds)} for name, seconds in times.computed.items()}

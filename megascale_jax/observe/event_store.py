@@ -75,6 +75,11 @@ class EventStore:
         self.connection.close()
 
 
+def quoted(name: str) -> str:
+    """A name as a string of SQL."""
+    return "'" + name.replace("'", "''") + "'"
+
+
 def read_events(run: Path, *, ranks: Collection[int] | None = None, steps: range | None = None) -> EventStore:
     """Open a run's events, of some ranks and steps only if given: what is not yet Parquet is held in memory.
 

@@ -16,12 +16,11 @@ import numpy as np
 from pydantic import ValidationError
 
 from megascale_jax.observe.event_segments import Facts
-from megascale_jax.observe.event_store import EventStore
+from megascale_jax.observe.event_store import EventStore, quoted
 from megascale_jax.observe.marks import SECTIONS
 from megascale_jax.observe.pulse import ALIVE, Alive
 from megascale_jax.observe.step_sums import STEP_SPAN
 from megascale_jax.views.host_clocks import ahead_ns
-from megascale_jax.views.step_times import quoted
 
 MOST_RANKS = 8
 SECTION = {name: code for code, name in enumerate(SECTIONS)}

@@ -27,7 +27,7 @@ import numpy as np
 import pyarrow as pa
 
 from megascale_jax.axes import MESH_AXES
-from megascale_jax.observe.event_store import EventStore
+from megascale_jax.observe.event_store import EventStore, quoted
 from megascale_jax.observe.step_sums import STEP_NAMES
 from megascale_jax.parallel.pipeline.stamps import TOGETHER, axes_of, pass_of
 from megascale_jax.views.step_times import COMPUTED, SUMS, StepTimes
@@ -106,13 +106,8 @@ def _counted(times: StepTimes, row: int) -> str:
     """The condition for rows that `times` counts of its step number ``row``."""
     if times.processes is None:
         return ""
-    pairs = ", ".join(f"({device}, {_quoted(process)})" for device, process in enumerate(times.processes[row]) if process is not None)
+    pairs = ", ".join(f"({device}, {quoted(process)})" for device, process in enumerate(times.processes[row]) if process is not None)
     return f" and (device, process::varchar) in ({pairs})"
-
-
-def _quoted(name: str) -> str:
-    """A name as a string of SQL."""
-    return "'" + name.replace("'", "''") + "'"
 
 
 _ORDERED = """

@@ -224,7 +224,7 @@ def test_events_tell_the_way_of_a_run_and_of_its_continuation(prepared, tmp_path
     assert {(fact.mesh, fact.devices, fact.run) for fact in facts} == {((1, 2, 2), (0, 1, 2, 3), RunFolder(path).identity())}
     spent = read_goodput(path)
     assert sum(spent.booked_ns.values()) == spent.wall_ns == int(spent.timeline.edges_ns[-1] - spent.timeline.edges_ns[0])
-    assert (spent.steps, spent.recomputed_steps) == (STEPS, 0) and spent.tokens_per_s > 0
+    assert (spent.steps, spent.recomputed_steps) == (STEPS, 0) and (spent.tokens_per_s or 0) > 0
     booked = {kind for kind, lasted in spent.booked_ns.items() if lasted}
     assert booked >= {"training", "checkpoint", "compile", "restart", "data wait"} and "recomputed" not in booked
     assert [(one.step, one.resumed_step) for one in spent.incidents] == [(8, 8)]

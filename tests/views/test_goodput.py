@@ -260,6 +260,7 @@ def test_a_run_that_goes_on_is_booked_up_to_its_newest_event(job):
 
 
 def test_of_many_ranks_some_are_read_and_a_note_says_so(job):
+    end = 0.0
     for rank in range(6):
         with job(rank=rank) as told:
             end = whole_run(told)
