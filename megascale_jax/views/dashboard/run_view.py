@@ -170,6 +170,8 @@ def made[T](make: Callable[[], T]) -> T | Missing:
         return make()
     except MegascaleError as error:
         return Missing(str(error))
+    except OSError as error:
+        return Missing(f"{Path(error.filename).name if error.filename else 'A file'} cannot be read: {error.strerror or error}.")
     except Exception as error:  # a damaged file may fail in any library
         _log.warning("a reading failed", exc_info=True)
         return Missing(f"This cannot be read: {type(error).__name__}: {str(error)[:300]}")

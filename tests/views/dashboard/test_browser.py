@@ -183,7 +183,7 @@ def test_the_theme_is_chosen_by_hand_and_kept(browser, dashboard, folders):
 
 def test_a_page_keeps_itself_fresh(browser, dashboard, tmp_path):
     runs.empty(tmp_path / "run")
-    with dashboard(tmp_path / "run") as url, browser.tab(url) as tab:
+    with dashboard(tmp_path / "run") as url, browser.tab(f"{url}cube") as tab:
         tab.wait("document.getElementById('live').dataset.state === 'live'")
         assert tab.run("document.querySelector('.verdict')") is None
         (tmp_path / "made").mkdir()

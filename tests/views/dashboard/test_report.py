@@ -8,7 +8,6 @@ from typer.testing import CliRunner
 
 from megascale_jax.cli.main import app
 from megascale_jax.errors import UsageError
-from megascale_jax.observe.event_store import read_events
 from megascale_jax.views.dashboard.report import report_html
 from megascale_jax.views.dashboard.run_view import RunView
 from megascale_jax.views.step_times import read_step_times
@@ -111,8 +110,7 @@ def test_the_slowest_step_with_details_is_drawn(tmp_path):
     folder = driven.trained(tmp_path / "run", steps=range(1, 8))
     html = report(folder)
     number = int(re.search(r"Step (\d+), attempt 0", html).group(1))
-    with read_events(folder) as store:
-        times = read_step_times(store)
+    times = read_step_times(folder)
     assert number == times.steps[times.whole.reshape(times.steps.size, -1).max(axis=1).argmax()]
 
 
