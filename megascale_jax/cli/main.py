@@ -1,9 +1,11 @@
 """The `megascale` command: parses, delegates, and turns our errors into one clear message and exit code 2."""
 
+import faulthandler
 import logging
 import os
 import sys
 import warnings
+from contextlib import suppress
 
 import typer
 from rich.console import Console
@@ -92,6 +94,8 @@ app.add_typer(events.app, name="events")
 
 def main() -> None:
     """Entry point. Exit code 2 for anything the user can mend, with what was got, expected, and what to do."""
+    with suppress(AttributeError, ValueError, OSError):  # without a standard error there is nobody to tell
+        faulthandler.enable()  # a library that aborts says where, of every thread
     for noisy in ("absl", "asyncio"):
         # Their tracebacks of a failed save would bury our own line about it.
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
