@@ -76,6 +76,10 @@ def analyze(
 
         analyze_run(trace, window, top, heat_map, json)
         return
+    _analyze_trace(trace, window, top, heat_map, json)
+
+
+def _analyze_trace(trace: Path, window: tuple[int | None, int | None], top: int, heat_map: Path | None, json: Path | None) -> None:
     from megascale_jax.views.causes import find_causes
     from megascale_jax.views.straggler_trace import read_straggler_trace
     from megascale_jax.views.what_if import WhatIf
