@@ -360,9 +360,22 @@ def test_a_removal_that_fails_is_asked_for_again(world, monkeypatch) -> None:
 
     monkeypatch.setattr(world, "remove", refuse)
     world.driver.record(Ordered(at_s=world.now, action="evict", node="node-4", by="ada and bob", step=12))
-    world.run(1.0)
+    world.run(2.0)
     assert len(asked) > 3
     assert [line for line in world.lines if "no right to drain" in line] == ["node-4: no right to drain"]
+
+
+def test_a_driver_of_many_nodes_looks_less_often_but_at_news_at_once(world, monkeypatch) -> None:
+    monkeypatch.setattr("megascale_jax.cluster.driver._WATCH_PER_NODE_S", 1.0)
+    looks, examine = [], world.driver.watcher.examine
+    monkeypatch.setattr(world.driver.watcher, "examine", lambda now, *views: looks.append(now) or examine(now, *views))
+    world.run(12.0)
+    assert 2 <= len(looks) <= 3, "six nodes: every six seconds"
+    world.crash("node-2")
+    before = world.now
+    while not world.driver.state.incidents and world.now < before + 60:
+        world.run(0.1)
+    assert world.now - before < 3.0
 
 
 def test_status_of_thousands_of_nodes_fits_into_one_answer(world) -> None:
