@@ -2,8 +2,8 @@
 
     python benchmarks/slow_rank.py --json benchmarks/results/slow_rank.json
 
-Runs the real trainer as eight `jax.distributed` processes (pipe 2 x data 2 x tensor 2): first healthy, then with one rank that sleeps in
-every backward unit for a share of what the unit took before. Both runs are cut into windows of steps, each is judged as `megascale
+Runs the real trainer as eight `jax.distributed` processes (pipe 2 x data 2 x tensor 2): first healthy, then with one rank that has more
+to do in every backward unit, for a share of what the unit took before. Both runs are cut into windows of steps, each is judged as `megascale
 analyze` does. All ranks share this machine's cores, so their times vary far more than those of GPUs.
 """
 
@@ -51,7 +51,7 @@ def main(
     slow_windows: Annotated[int, typer.Option(min=1, help="of the run with a slow rank")] = 25,
     steps: Annotated[int, typer.Option(min=8, help="of a window")] = 40,
     rank: Annotated[int, typer.Option(min=0, max=RANKS - 1, help="the slow one")] = 5,
-    share: Annotated[float, typer.Option(min=0.0, help="of a backward unit that it sleeps")] = 0.15,
+    share: Annotated[float, typer.Option(min=0.0, help="of a backward unit that it takes longer")] = 0.15,
 ) -> None:
     """Run both, judge, print, write."""
     options = f"--windows {windows} --slow-windows {slow_windows} --steps {steps} --rank {rank} --share {share:g}"
@@ -59,10 +59,10 @@ def main(
     with tempfile.TemporaryDirectory(prefix="slow-rank-", ignore_cleanup_errors=True) as folder:
         healthy = trained(Path(folder) / "healthy", windows * steps, rank, 0.0)
         backward_s = float(np.nanmedian(healthy.computed["backward"]))
-        sleep_s = share * backward_s / units_of_a_step()
-        slow = trained(Path(folder) / "slow", slow_windows * steps, rank, sleep_s)
+        more_s = share * backward_s / units_of_a_step()
+        slow = trained(Path(folder) / "slow", slow_windows * steps, rank, more_s)
     record |= {"share": share, "slow_rank": rank, "steps_of_a_window": steps, "step_s": float(np.nanmedian(healthy.whole))}
-    record |= {"backward_s": backward_s, "sleep_of_a_unit_s": sleep_s, "healthy": judged(healthy, steps), "slow": judged(slow, steps)}
+    record |= {"backward_s": backward_s, "more_of_a_unit_s": more_s, "healthy": judged(healthy, steps), "slow": judged(slow, steps)}
     excess = find_slow(slow).excess["backward"].ravel()
     record["slow"] |= {"excess_of_all_steps": dict(zip(map(str, slow.ranks), excess.tolist(), strict=True))}
     # all ranks end their steps together: the time of a step tells nobody apart
@@ -71,13 +71,13 @@ def main(
     typer.echo(json.dumps(record, indent=1))
 
 
-def trained(folder: Path, steps: int, rank: int, sleep_s: float) -> StepTimes:
+def trained(folder: Path, steps: int, rank: int, more_s: float) -> StepTimes:
     """Times of all steps of a run but the first ones. Raises CalledProcessError when it fails."""
     folder.mkdir()
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("XLA", "JAX", "MEGASCALE"))}
     worker = Path(__file__).with_name("slow_rank_worker.py")
     environment |= {
-        "MEGASCALE_COMMAND": f"{sys.executable} {worker} {rank} {sleep_s:.9f} train",
+        "MEGASCALE_COMMAND": f"{sys.executable} {worker} {rank} {more_s:.9f} train",
         "MEGASCALE_CACHE": str(folder.parent / "cache"),
         "MEGASCALE_KEEPER_IDLE_S": "5",
         "PYTHONPATH": str(ROOT),

@@ -32,9 +32,9 @@ class Booked:
     interruptions: tuple[dict[str, Any], ...]
 
 
-def booked_time(run: RunView) -> Booked | Missing:
+def booked_time(run: RunView, patience_s: float | None = None) -> Booked | Missing:
     """Every second of the run so far. Not of the newest moments: reading takes a while, see `RunView.known`."""
-    return run.known("goodput", lambda: shown_goodput(read_goodput(run.folder)), files(EVENTS_FOLDER, METRICS_FILE))
+    return run.known("goodput", lambda: shown_goodput(read_goodput(run.folder)), files(EVENTS_FOLDER, METRICS_FILE), patience_s)
 
 
 def shown_goodput(found: Goodput) -> Booked:

@@ -18,6 +18,7 @@ from megascale_jax.errors import RunFolderError
 from megascale_jax.observe.events import EVENTS_FOLDER
 from megascale_jax.observe.metrics import METRICS_FILE
 from megascale_jax.views.curve import RunRecord
+from megascale_jax.views.dashboard.goodput import booked_time
 from megascale_jax.views.dashboard.incidents import incident_card, stories_of
 from megascale_jax.views.dashboard.page import Page, Query
 from megascale_jax.views.dashboard.render import duration, filled
@@ -212,8 +213,9 @@ def facts_of(found: dict[str, Any]) -> list[dict[str, str]]:
 def _context(run: RunView, query: Query) -> dict[str, Any]:
     found = summary(run)
     card = filled("now.html", found=facts_of(found), **{name: found[name] for name in ("state", "step", "steps")})
-    newest = found["incident"]
-    return {**found, "facts_card": card, "incident_card": None if newest is None else incident_card(newest)}
+    newest, booked = found["incident"], booked_time(run, patience_s=0.0)
+    trend = booked.found.trend if booked and booked.found.trend.is_alarm else None
+    return {**found, "facts_card": card, "incident_card": None if newest is None else incident_card(newest), "decayed": trend}
 
 
 OVERVIEW = Page("", "Overview", "overview.html", _context, refresh_s=3.0)

@@ -106,10 +106,11 @@ class RunView:
         """Begin no further reading."""
         self._readers.shutdown(wait=False, cancel_futures=True)
 
-    def known[T](self, key: Hashable, make: Callable[[], T], watch: Watch) -> T | Missing:
+    def known[T](self, key: Hashable, make: Callable[[], T], watch: Watch, patience_s: float | None = None) -> T | Missing:
         """The result of ``make``, made now, before, or later (`Missing`). It may not ask for other results: readers are few.
 
         ``key``: names the result and all that it depends on but the files of ``watch``. Whatever ``make`` raises becomes a `Missing`.
+        ``patience_s``: for a page that can do without; by default the view's.
         """
         with self._lock:
             entry = self._entries.setdefault(key, _Entry())
@@ -122,7 +123,7 @@ class RunView:
             reading = entry.under_way
         if reading is not None and not entry.is_known:
             try:
-                reading.result(self._patience_s)
+                reading.result(self._patience_s if patience_s is None else patience_s)
             except NotYet:
                 return Missing("This is being read; it will appear here.", is_pending=True)
             except CancelledError:

@@ -5,12 +5,16 @@ import re
 import urllib.error
 import urllib.parse
 import urllib.request
+from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from megascale_jax.cluster.job import job_folder
 from megascale_jax.cluster.lifecycle import NodeStatus
 from megascale_jax.cluster.link.audit import records
+from megascale_jax.views.dashboard import overview
 from megascale_jax.views.dashboard.app import make_app
 from megascale_jax.views.dashboard.guard import COOKIE, guard_for
 from megascale_jax.views.dashboard.overview import read_pace
@@ -18,6 +22,8 @@ from megascale_jax.views.dashboard.pages import PAGES
 from megascale_jax.views.dashboard.render import content
 from megascale_jax.views.dashboard.run_view import RunView
 from megascale_jax.views.dashboard.server import bound, served
+from megascale_jax.views.grown import Grown
+from megascale_jax.views.mfu_trend import trend_of
 from tests.views.dashboard import driven, runs
 
 MINE = [page for page in PAGES if page.key in ("overview", "timeline", "incidents", "goodput", "nodes")]
@@ -47,6 +53,16 @@ def test_the_overview_has_the_newest_numbers(run):
     text = words(shown(run, "overview"))
     assert "finished all 200 steps are done" in text and "21,004" in text and "41.2 %" in text
     assert "Incident 2 at step 20" in text and "170 steps behind" in text
+
+
+def test_the_overview_says_that_the_speed_decays(run, monkeypatch):
+    assert "has fallen" not in shown(run, "overview")
+    seconds = np.r_[np.full(1000, 1.0), np.full(1000, 1.08)]
+    trend = replace(trend_of(np.arange(2000), seconds, np.full(2000, np.nan)), grown=(Grown("<b>data wait", 0.1, 0.18, 1.0),))
+    monkeypatch.setattr(overview, "booked_time", lambda run, patience_s: SimpleNamespace(found=SimpleNamespace(trend=trend)))
+    html = shown(run, "overview")
+    assert "Alarm: the speed has fallen by 7.4 % (&lt;b&gt;data wait takes longer): see goodput" in words(html)
+    assert trend.is_alarm and "<b>" not in html
 
 
 def test_a_torn_or_odd_line_of_metrics_is_left_out(tmp_path):
