@@ -3,8 +3,8 @@
     python benchmarks/slow_rank.py --json benchmarks/results/slow_rank.json
 
 Runs the real trainer as eight `jax.distributed` processes (pipe 2 x data 2 x tensor 2): first healthy, then with one rank that has more
-to do in every backward unit, for a share of what the unit took before. Both runs are cut into windows of steps, each is judged as `megascale
-analyze` does. All ranks share this machine's cores, so their times vary far more than those of GPUs.
+to do in every backward unit, for a share of what the unit took before. Both runs are cut into windows of steps, each is judged as
+`megascale analyze` does. All ranks share this machine's cores, so their times vary far more than those of GPUs.
 """
 
 import json

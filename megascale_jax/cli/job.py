@@ -143,6 +143,10 @@ def _show(found: dict[str, Any]) -> None:
         checks = f"; checks: {one['findings']}" if one["findings"] else ""
         times = f", {one['isolations']} isolation(s)" if one["isolations"] else ""
         console.print(Text(f"slow: {name} {one['stage']} {found['now_s'] - one['since_s']:.0f} s ago{times}: {one['evidence']}{checks}"))
+    for one in found.get("requests", ()):
+        asked = f"{one['command']} {one['node']}".strip()
+        confirm = f"megascale job confirm RUN {one['number']}"
+        console.print(Text(f"waiting for another admin: {asked}, asked for by {one['by']}, {one['left_s']:.0f} s left: {confirm}"))
     for what, text in found["where"].items():
         console.print(Text(f"{what}: {text}", style="dim"))
     for at_s, text in found["observed"]:

@@ -87,7 +87,8 @@ class Control:
         driver = self.driver
         assert driver is not None, "the link opens after the driver is there"
         if command.action == "status":
-            return Answer(is_done=True, text=driver.state.phase.value, status=json.loads(json.dumps(status_of(driver))))
+            status = status_of(driver) | {"requests": self._waiting(driver.clock.now())}
+            return Answer(is_done=True, text=driver.state.phase.value, status=json.loads(json.dumps(status)))
         try:  # before anything is done
             self._audit.append(peer.name, peer.role, "asked", {"command": command.action, "node": command.node})
         except StorageError as error:
@@ -112,6 +113,14 @@ class Control:
         except (StorageError, UsageError) as error:  # it is done, or not, whatever the disk takes
             return answer.model_copy(update={"text": f"{answer.text}; the audit log could not take this outcome: {error}"})
         return answer
+
+    def _waiting(self, now: float) -> list[dict[str, Any]]:
+        """What waits for a second admin; seconds that are left."""
+        waiting = operators.expire(self._requests, now).waiting
+        return [
+            {"number": one.number, "command": one.command.value, "node": one.target, "by": one.by, "left_s": one.expires - now}
+            for one in waiting
+        ]
 
     def _carried_out(self, outcome: operators.Outcome, rewind: Rewind | None) -> Answer:
         driver = self.driver

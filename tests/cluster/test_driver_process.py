@@ -97,10 +97,13 @@ def test_a_second_admin_who_cannot_read_the_run_folder_gives_orders(tmp_path) ->
             server = LinkServer(own, own.job, TypeAdapter(FromNode), control, audit=lambda *_: None, permits=permits)
             port = await server.start("127.0.0.1", 0)
             number = number_of(Operator(control, "owner").ask("evict", node="node-0"))
-            status = await asyncio.to_thread(ask, port, "status", "--json")
+            status, shown = [await asyncio.to_thread(ask, port, "status", *words) for words in (["--json"], [])]
             confirmed = await asyncio.to_thread(ask, port, "confirm", str(number))
+            after = await asyncio.to_thread(ask, port, "status", "--json")
             await server.close()
         assert json.loads(status.output)["nodes"]["node-0"]["status"] == "assigned"
+        assert "waiting for another admin: evict node-0, asked for by owner" in shown.output
+        assert f"job confirm RUN {number}" in shown.output and json.loads(after.output)["requests"] == []
         assert confirmed.exit_code == 0 and "evict node-0: done" in confirmed.output
         assert audited(tmp_path, "confirm")[0]["number"] == number
 

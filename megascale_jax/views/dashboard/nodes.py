@@ -126,6 +126,7 @@ def _asked(query: Query, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | Non
         "name": command.value,
         "node": row if command in OF_NODES else None,
         "role": needed(command, is_evicted=is_evicted),
+        "number": whole_number(query, "number"),
         "meaning": MEANING[command],
         "is_grave": REQUIRED[command] is Role.ADMIN,
     }

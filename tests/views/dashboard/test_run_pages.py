@@ -148,6 +148,8 @@ def test_commands_go_to_the_driver_with_the_visitors_own_token(site, caplog):
     status, text = site.ask("action/nodes/evict", anna, node="node-0")
     number = re.search(r"confirm RUN (\d+)", text).group(1)
     assert status == 200 and "another admin must confirm" in text
+    waiting = words(shown(site.folder, "nodes"))
+    assert re.search(rf"evict node-0 waits for another admin than anna, \d+ min \d+ s more: request {number}", waiting), waiting
     status, text = site.ask("action/nodes/confirm", anna, number=number)
     assert status == 409 and "another admin must confirm it" in text and "own" in text
     assert site.world.driver.state.nodes["node-0"].status == NodeStatus.CORDONED
