@@ -21,7 +21,10 @@ _BOUNDS = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}
 
 
 def section_type(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field holds, or None for a plain value."""
+    """The section that a field holds, perhaps beside null, or None for a plain value."""
+    if get_origin(annotation) in (Union, UnionType):
+        kinds = [argument for argument in get_args(annotation) if argument is not NoneType]
+        annotation = kinds[0] if len(kinds) == 1 else None
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 

@@ -47,7 +47,16 @@ _DOTTED_KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 type Tree = dict[str, Any]
 
 
-__all__ = ["Difference", "differences", "dump_yaml", "list_experiments", "load_experiment", "read_resolved", "with_overrides"]
+__all__ = [
+    "Difference",
+    "differences",
+    "dump_yaml",
+    "list_experiments",
+    "load_document",
+    "load_experiment",
+    "read_resolved",
+    "with_overrides",
+]
 
 
 def load_experiment(name_or_path: str, overrides: Sequence[str] = (), *, checked: bool = True) -> Experiment:
@@ -81,6 +90,36 @@ def with_overrides(experiment: Experiment, overrides: Sequence[str]) -> Experime
     changed = _typed(data, f"experiment {experiment.name}")
     check(changed)
     return changed
+
+
+def load_document[Document: BaseModel](group: str, name_or_path: str, kind: type[Document], overrides: Sequence[str] = ()) -> Document:
+    """One file of a group that is no part of an experiment, given by name or as the path of a YAML file; ``base:`` works as elsewhere.
+
+    ``overrides``: ``field=value``, without the group's name. Raises ConfigError that names the file and the field.
+    """
+    is_path = name_or_path.endswith((".yaml", ".yml")) or "/" in name_or_path
+    given = Path(name_or_path) if is_path else None
+    trees = search.config_trees(given.resolve().parent.parent if given else None)
+    file = given or search.find(group, name_or_path, trees, "command line")
+    data, chain = _read(file), [file]
+    while (base := data.pop("base", None)) is not None:
+        below = search.find(group, str(base), trees, str(chain[-1]))
+        if below in chain:
+            raise ConfigError(f"{chain[-1]}: base goes in a circle by {below}; let one of them stand alone")
+        chain.append(below)
+        data = _merge(_read(below), data)
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if not equals or key not in kind.model_fields:
+            nearest = search.nearest(key, kind.model_fields)
+            raise ConfigError(f"command line: got {group}.{override!r}, expected {group}.FIELD=VALUE{nearest}")
+        data = _merge(data, cast(Tree, OmegaConf.to_container(OmegaConf.from_dotlist([override]))))
+    _refuse(unknown_keys(kind, data), str(file))
+    try:
+        return kind.model_validate_json(json.dumps(data, default=str))
+    except ValidationError as error:
+        _refuse(explain(error, kind, data), str(file))
+        raise
 
 
 def list_experiments() -> dict[str, Path]:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from megascale_jax.config.cluster import ClusterConfig
+from megascale_jax.config.hardware import HardwareConfig
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -177,6 +178,7 @@ class SystemConfig(Section):
     kernels: KernelConfig = Field(default=KernelConfig(), description="implementation of each operator")
     limits: LimitsConfig = Field(default=LimitsConfig(), description="time-outs of a run on GPUs")
     rates: RatesConfig | None = Field(default=None, description="achieved rates for `megascale compile`; null: none known")
+    hardware: HardwareConfig | None = Field(default=None, description="constants for `megascale simulate`; null: none known")
 
 
 class OptimizerConfig(Section):
