@@ -92,9 +92,9 @@ def message_of(work: Work, device: Device, software: SoftwareConfig) -> float:
     return message_s + (software.pipe_stall_us * 1e-6 if software.pipe_sends == "blocking" else 0.0)
 
 
-def data_bytes(work: Work, software: SoftwareConfig) -> float:
-    """Bytes that each rank sends, and receives, over the data axis in a step without sharded weights, whole ring."""
-    return (ELEMENT_BYTES + software.gradient_bytes) * work.parameters_of_device
+def data_bytes(work: Work) -> float:
+    """Bytes of a mean device's weights, which a step gathers over the data axis; gradients are as many elements."""
+    return ELEMENT_BYTES * work.parameters / (work.pipe * work.tensor)
 
 
 def _embedding(work: Work, device: Device, software: SoftwareConfig) -> float:

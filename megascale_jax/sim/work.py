@@ -82,6 +82,12 @@ class Work:
         return attention + model.hidden_size * model.mlp_size * (3 if model.activation == "swiglu" else 2)
 
     @property
+    def parameters(self) -> int:
+        """Elements of all matrices and tables."""
+        tables = (1 if self.model.tied_head else 2) * self.model.vocab_size * self.model.hidden_size
+        return self.model.num_layers * self.parameters_of_layer + tables
+
+    @property
     def parameters_of_device(self) -> float:
         """Elements on a device of the fullest stage: its layers, and a table of the vocabulary on the first and on the last."""
         table = self.model.vocab_size * self.model.hidden_size
