@@ -122,17 +122,19 @@ def _layer(work: Work, device: Device, software: SoftwareConfig) -> tuple[Parts,
 
 
 def _matrices(work: Work, device: Device) -> tuple[float, float]:
-    """The matrix products of a layer. Backward: the input's gradient and the weight's."""
-    model, tokens, tensor = work.model, work.tokens_of_micro_batch, work.tensor
-    queries = model.num_heads * model.head_dim // tensor
-    in_attention = queries + 2 * model.kv_heads * model.head_dim // tensor
-    mlp = model.mlp_size // tensor
-    shapes = (
-        (model.hidden_size, in_attention),
-        (queries, model.hidden_size),
-        (model.hidden_size, mlp * (2 if model.activation == "swiglu" else 1)),
-        (mlp, model.hidden_size),
-    )
+    """The matrix products of a layer. Backward: the input's gradient and the weight's.
+
+    A parallel block has one product in and one out (`model/parameters.fused_groups`), a serial one two of each.
+    """
+    model, tokens, width = work.model, work.tokens_of_micro_batch, work.model.hidden_size
+    queries, keys = model.num_heads * model.head_dim // work.tensor, model.kv_heads * model.head_dim // work.tensor
+    mlp = model.mlp_size // work.tensor
+    attention = (queries + 2 * keys, queries)
+    feed_forward = (mlp * (2 if model.activation == "swiglu" else 1), mlp)
+    branches = (attention, feed_forward)
+    if model.block == "parallel":
+        branches = ((attention[0] + feed_forward[0], attention[1] + feed_forward[1]),)
+    shapes = [shape for into, out in branches for shape in ((width, into), (out, width))]
     forward = sum(gemm_seconds(device, tokens, columns, inner) for inner, columns in shapes)
     return forward, sum(_gemm_backward(device, tokens, columns, inner) for inner, columns in shapes)
 
