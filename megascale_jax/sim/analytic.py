@@ -1,10 +1,10 @@
 """The closed form of one iteration: where its seconds go, its memory, MFU. No JAX. `replay.py` is the same step, event by event.
 
-    t = m (F + B + X) s + head + (p - 1)/v (F + B + X) s + latency + data + embedding + optimizer + input + host
+    t = (m (F + B + X) + m H + (p - 1)/v (F + B + X)) s + latency + data + embedding + optimizer + input + host
 
 ``F``, ``B``: one micro-batch in one stage; ``X``: its blocking messages, ``2 v x``; ``s = 1 + g (1 - (1 - q)^nodes)``: the chance that at
 least one of all nodes is slow, times how slow. Asynchronous messages cost ``2 (v p - 1) x`` instead, once: in warm-up and cool-down a
-chunk waits for every message, in between they hide. ``head``: what the last stage has more than the fullest one, m times.
+chunk waits for every message, in between they hide. ``H``: what the last stage has more than the fullest one by its head.
 """
 
 from dataclasses import dataclass, fields
@@ -120,13 +120,13 @@ def predict(experiment: Experiment, software: SoftwareConfig | None = None) -> P
 def iteration_times(work: Work, device: Device, software: SoftwareConfig) -> Times:
     """The closed form."""
     costs = costs_of(work, device, software)
-    p, v, m, layers = work.pipe, work.virtual_stages, work.micro_batches, max(work.stage_layers)
+    m, layers = work.micro_batches, max(work.stage_layers)
     both = costs.layer_forward + costs.layer_backward
     stage_s = layers * both.total
-    stalls_s = 2 * v * costs.message_s if software.pipe_sends == "blocking" else 0.0
+    stalls_s = 2 * work.virtual_stages * costs.message_s if software.pipe_sends == "blocking" else 0.0
     head = costs.head_forward + costs.head_backward
     head_s = max(0.0, head.total - (layers - work.stage_layers[-1]) * both.total)
-    bubble_s = (p - 1) / v * (stage_s + stalls_s)
+    bubble_s = _bubble_layers(work, head.total / both.total) * both.total + (work.pipe - 1) / work.virtual_stages * stalls_s
     stragglers = device.slow_node_slowdown * (1 - (1 - device.slow_node_share) ** work.nodes(device.per_node))
     data_s, hidden_s = _data(work, software, costs)
     steady = _times(both, m * layers)
@@ -146,6 +146,19 @@ def iteration_times(work: Work, device: Device, software: SoftwareConfig) -> Tim
         input_s=software.data_wait_s,
         host_s=software.host_s,
     )
+
+
+def _bubble_layers(work: Work, head: float) -> float:
+    """Layers that the busiest stage waits for: ``(p - 1) / v`` of a stage's where all have as many.
+
+    First chunks of the stages before it come before its first unit, last chunks of those after it before its first backward pass.
+    ``head``: as many layers of work.
+    """
+    totals = list(map(float, work.stage_layers))
+    totals[-1] += head
+    busiest = max(range(work.pipe), key=lambda stage: (totals[stage], stage))
+    before, after = work.layers[:busiest], work.layers[busiest + 1 :]
+    return sum(chunks[0] for chunks in before) + sum(chunks[-1] for chunks in after)
 
 
 def _times(parts: Parts, factor: float) -> Parts:

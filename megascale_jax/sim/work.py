@@ -11,9 +11,14 @@ from megascale_jax.config.stages import place_layers
 from megascale_jax.model.flops import Convention, attention_pairs, flops_per_row
 
 
+def even_layers(num_layers: int, pipe: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+    """`Work.layers` where every chunk has as many."""
+    return ((num_layers // (pipe * chunks),) * chunks,) * pipe
+
+
 @dataclass(frozen=True)
 class Work:
-    """A model, its layout and its batch. ``stage_layers``: layers of each pipeline stage, all its chunks together."""
+    """A model, its layout and its batch. ``layers``: of each chunk of each pipeline stage, ``[stage][chunk]``."""
 
     model: ModelConfig
     pipe: int
@@ -24,7 +29,7 @@ class Work:
     micro_batches: int
     remat: Literal["none", "selective", "full"]
     backward_delay: Literal[0, 1]
-    stage_layers: tuple[int, ...]
+    layers: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, experiment: Experiment) -> "Work":
@@ -42,8 +47,13 @@ class Work:
             micro_batches=experiment.num_micro_batches,
             remat=parallel.remat,
             backward_delay=parallel.backward_delay,
-            stage_layers=tuple(sum(counts[stage :: parallel.pipe]) for stage in range(parallel.pipe)),
+            layers=tuple(counts[stage :: parallel.pipe] for stage in range(parallel.pipe)),
         )
+
+    @property
+    def stage_layers(self) -> tuple[int, ...]:
+        """Layers of each stage, all its chunks together."""
+        return tuple(map(sum, self.layers))
 
     @property
     def devices(self) -> int:

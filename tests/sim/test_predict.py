@@ -13,7 +13,7 @@ from megascale_jax.errors import ConfigError
 from megascale_jax.sim.analytic import Times, iteration_times, predict
 from megascale_jax.sim.device import Device, Link
 from megascale_jax.sim.memory import layer_bytes
-from megascale_jax.sim.work import Work
+from megascale_jax.sim.work import Work, even_layers
 
 EXPERIMENT = load_experiment("gpt-175b")
 DEVICE = Device.of(EXPERIMENT.system)
@@ -52,7 +52,7 @@ def works(draw):
         micro_batches=pipe * draw(st.integers(1, 6)),
         remat=draw(st.sampled_from(["none", "selective", "full"])),
         backward_delay=draw(st.sampled_from([0, 1])),
-        stage_layers=(model.num_layers // pipe,) * pipe,
+        layers=even_layers(model.num_layers, pipe, chunks),
     )
 
 

@@ -18,7 +18,7 @@ from megascale_jax.config.software import SoftwareConfig
 from megascale_jax.sim.analytic import Times, iteration_times
 from megascale_jax.sim.device import Device
 from megascale_jax.sim.validation.published import System
-from megascale_jax.sim.work import Work
+from megascale_jax.sim.work import Work, even_layers
 
 REFERENCE_MICRO_BATCH = 2
 
@@ -141,7 +141,7 @@ def korthikanti_run(model: str, full: bool) -> Run:
             micro_batches=batch // micro_batch,
             remat="full" if full else "selective",
             backward_delay=0,
-            stage_layers=(layers // pipe,) * pipe,
+            layers=even_layers(layers, pipe, chunks),
         ),
         device,
         program("korthikanti").model_copy(update={"sequence_parallel": not full}),
@@ -172,7 +172,7 @@ def llama3_run(gpus: int) -> Run:
             micro_batch_size=1,
             micro_batches=2048 // data,
             backward_delay=0,
-            stage_layers=(7, *(8,) * 14, 7),
+            layers=((0, *(1,) * 7), *((1,) * 8,) * 14, (*(1,) * 7, 0)),
         ),
         device,
         program("llama3"),
@@ -198,7 +198,7 @@ def megatron_h100_run(model: str, gpus: int, batch: int) -> Run:
             micro_batch_size=1,
             micro_batches=batch // data,
             backward_delay=0,
-            stage_layers=(layers // pipe,) * pipe,
+            layers=even_layers(layers, pipe, chunks),
         ),
         device,
         program("megatron-core"),
@@ -224,7 +224,7 @@ def maxtext_run(model: str, gpus: int) -> Run:
             micro_batches=1,
             remat="full",
             backward_delay=0,
-            stage_layers=(80,),
+            layers=even_layers(80, 1, 1),
         ),
         device,
         program("maxtext"),
