@@ -22,6 +22,7 @@ from typing import Literal
 from megascale_jax import axes
 from megascale_jax.aot.hlo import Computation, Instruction, Module, branches_of
 from megascale_jax.config.schema import RatesConfig
+from megascale_jax.sim.collectives import gathered_bytes
 
 Kind = Literal["gemm", "attention", "memory", "free"]
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id", "opt-barrier"}
@@ -101,10 +102,10 @@ class CostModel:
         operand_bytes = sum(computation.by_name[name].bytes for name in instruction.operands if name in computation.by_name)
         names, n = self._group(instruction)
         moved = {
-            "all-gather": (n - 1) * operand_bytes,
-            "reduce-scatter": (n - 1) / n * operand_bytes,
-            "all-reduce": 2 * (n - 1) / n * operand_bytes,
-            "all-to-all": (n - 1) / n * operand_bytes,
+            "all-gather": gathered_bytes(n, n * operand_bytes),
+            "reduce-scatter": gathered_bytes(n, operand_bytes),
+            "all-reduce": 2 * gathered_bytes(n, operand_bytes),
+            "all-to-all": gathered_bytes(n, operand_bytes),
         }.get(opcode, operand_bytes)
         near = names == (axes.TENSOR,) or self._span(names) <= self.node
         rate, latency_us = (

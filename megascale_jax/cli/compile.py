@@ -15,7 +15,7 @@ from rich.text import Text
 from megascale_jax.aot.compile import check_compile, compile_experiment
 from megascale_jax.aot.report import FITS, CompileReport, scaled
 from megascale_jax.aot.targets import TARGETS
-from megascale_jax.config.advice import advice_on_memory
+from megascale_jax.config.advice import advice_on_memory, nearest_nodes
 from megascale_jax.config.layout import MeshShape, advice_on_depth
 from megascale_jax.config.load import load_experiment
 from megascale_jax.config.schema import Experiment
@@ -105,21 +105,11 @@ def resolve(experiment: str, overrides: list[str], target: str | None, nodes: in
     replica, per_node = pipe * tensor, TARGETS[target_of(bare)].gpus_per_domain
     devices = nodes * per_node
     if devices % replica:
-        good = ", ".join(map(str, _nearest_nodes(bare, nodes, per_node))) or "none for this batch: change train.global_batch_size"
+        good = ", ".join(map(str, nearest_nodes(bare, nodes, per_node))) or "none for this batch: change train.global_batch_size"
         raise UsageError(
             f"--nodes {nodes} are {devices} devices, not divisible by pipe {pipe} x tensor {tensor} = {replica}; nearest: {good}"
         )
     return load_experiment(experiment, [*changes, f"parallel.data={devices // replica}"])
-
-
-def _nearest_nodes(experiment: Experiment, nodes: int, per_node: int) -> list[int]:
-    """Two node counts, on both sides where there are some, that whole replicas fill and whose data axis divides the batch."""
-    parallel, batch = experiment.parallel, experiment.train.global_batch_size
-    replica, rows = parallel.pipe * parallel.tensor, parallel.micro_batch_size * parallel.pipe
-    sizes = [data for data in range(1, batch // rows + 1) if batch % (data * rows) == 0 and data * replica % per_node == 0]
-    good = [data * replica // per_node for data in sizes]
-    above = [count for count in good if count > nodes]
-    return sorted([*[count for count in good if count < nodes][-1:], *above][:2])
 
 
 def split_overrides(text: str) -> list[str]:

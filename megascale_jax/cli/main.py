@@ -34,6 +34,7 @@ from megascale_jax.cli import (
     sample,
     schedule,
     serve,
+    simulate,
     trace,
     train,
     why,
@@ -80,6 +81,7 @@ app.command("report")(report.report)
 app.command("keep")(keep.keep)
 app.command("schedule")(schedule.schedule)
 app.command("analyze")(analyze.analyze)
+app.command("simulate")(simulate.simulate)
 app.command("compile")(compile.compile_step)
 app.command("diagnose")(diagnose.diagnose)
 app.add_typer(data.app, name="data")

@@ -26,6 +26,16 @@ def advice_on_memory(experiment: Experiment) -> list[str]:
     return advice
 
 
+def nearest_nodes(experiment: Experiment, nodes: int, per_node: int) -> list[int]:
+    """Two node counts, on both sides where there are some, that whole replicas fill and whose data axis divides the batch."""
+    parallel, batch = experiment.parallel, experiment.train.global_batch_size
+    replica, rows = parallel.pipe * parallel.tensor, parallel.micro_batch_size * parallel.pipe
+    sizes = [data for data in range(1, batch // rows + 1) if batch % (data * rows) == 0 and data * replica % per_node == 0]
+    good = [data * replica // per_node for data in sizes]
+    above = [count for count in good if count > nodes]
+    return sorted([*[count for count in good if count < nodes][-1:], *above][:2])
+
+
 def _first(experiment: Experiment, field: str, values: Iterable[int]) -> tuple[str, int] | None:
     """Overrides with the first value that is accepted, with other chunks if need be, and the devices of that plan."""
     for value in values:
