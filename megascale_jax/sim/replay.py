@@ -18,6 +18,7 @@ from megascale_jax.sim.costs import Costs
 from megascale_jax.sim.work import Work
 
 Array = NDArray[np.float64]
+Numbers = NDArray[np.int64]
 FORWARD, BACKWARD = 0, 1
 
 
@@ -73,8 +74,9 @@ def record(schedule: Schedule, durations: Durations, slowdowns: Array, jitter: f
 
 
 def _run(schedule: Schedule, durations: Durations, slowdowns: Array, jitter: float, seed: int, keeps: bool) -> tuple[Array, Units | None]:
-    pipelines, p = slowdowns.shape
-    stages, last, random = np.arange(p), schedule.virtual_stages - 1, np.random.default_rng(seed)
+    pipelines, p, last = len(slowdowns), schedule.pipe, schedule.virtual_stages - 1
+    stages: Numbers = np.arange(p, dtype=np.int64)
+    random = np.random.default_rng(seed)
     late_s = 0.0 if durations.is_blocking else durations.message_s
     blocked_s = durations.message_s if durations.is_blocking and p > 1 else 0.0
     free = np.zeros((pipelines, p))
@@ -88,12 +90,12 @@ def _run(schedule: Schedule, durations: Durations, slowdowns: Array, jitter: flo
             busy = (number >= 0) & (number < schedule.units)
             if not busy.any():
                 continue
-            rank = number % schedule.period // p
+            rank: Numbers = number % schedule.period // p
             ready = np.roll(ends[of], direction, axis=1) + late_s
             ready[:, busy & (stages == source) & (rank == 0)] = 0.0
             chunk = rank if of == FORWARD else last - rank
             at_head = (stages == p - 1) & (chunk == last)
-            seconds = (durations.unit_s[of, chunk, stages] + durations.head_s[of] * at_head) * slowdowns
+            seconds: Array = (durations.unit_s[of, chunk, stages] + durations.head_s[of] * at_head) * slowdowns
             if jitter:
                 spread = np.sqrt(np.log1p(jitter**2))
                 seconds = seconds * random.lognormal(-(spread**2) / 2, spread, seconds.shape)

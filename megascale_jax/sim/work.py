@@ -82,7 +82,7 @@ class Work:
     @property
     def seen_pairs(self) -> float:
         """Query-key pairs that are seen in one row, of a mean layer."""
-        return _seen_pairs(self.model) / self.model.num_layers
+        return _seen_pairs(self.model) / self.model.num_layers  # pyright: ignore[reportArgumentType]  # frozen, so it has a hash
 
     @cached_property
     def parameters_of_layer(self) -> int:
@@ -109,7 +109,7 @@ class Work:
 
     def model_flops(self, convention: Convention) -> float:
         """Training FLOPs of a step by a convention of `model/flops.py`."""
-        return float(_flops_per_row(self.model, convention)) * self.rows
+        return float(_flops_per_row(self.model, convention)) * self.rows  # pyright: ignore[reportArgumentType]  # the same
 
 
 @lru_cache(maxsize=256)

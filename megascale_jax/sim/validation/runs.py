@@ -121,8 +121,12 @@ def _gpt(work: Work, layers: int, hidden: int, heads: int, vocabulary: int, leng
     return work.model.model_copy(update=shape | more)
 
 
-_KORTHIKANTI = {"22B": (48, 6144, 64, 1, 1, 4, 4), "175B": (96, 12288, 96, 8, 3, 64, 1), "530B": (105, 20480, 128, 35, 3, 280, 1)}
-_KORTHIKANTI |= {"1T": (128, 25600, 160, 64, 1, 512, 1)}
+_KORTHIKANTI = {
+    "22B": (48, 6144, 64, 1, 1, 4, 4),
+    "175B": (96, 12288, 96, 8, 3, 64, 1),
+    "530B": (105, 20480, 128, 35, 3, 280, 1),
+    "1T": (128, 25600, 160, 64, 1, 512, 1),
+}
 """Layers, width, heads, pipeline stages, chunks, rows, micro-batch: Tables 3 and 5 of the paper. Tensor 8, one replica."""
 
 
