@@ -73,7 +73,7 @@ def load_experiment(name_or_path: str, overrides: Sequence[str] = (), *, checked
     data = _compose(file, trees, groups)
     for key, text in assignments:
         data = _merge(data, _assignment(key, text))
-    experiment = _typed(data, f"experiment {file.stem}")
+    experiment = _typed(data, f"experiment {file.stem}", _sources(file, trees, groups))
     if checked:
         check(experiment)
     return experiment
@@ -161,6 +161,13 @@ def _compose(file: Path, trees: Sequence[Path], groups: Mapping[str, str]) -> Tr
     return _merge(data, override)
 
 
+def _sources(file: Path, trees: Sequence[Path], groups: Mapping[str, str]) -> dict[str, Path]:
+    """The file that each section was read from, where it has one of its own; ``base`` files are those that it names."""
+    chosen = {**_read(file), **groups}
+    named = [section for section in SECTIONS if isinstance(chosen.get(section), str)]
+    return {section: search.find(section, chosen[section], trees, str(file)) for section in named}
+
+
 def _section(section: str, value: object, trees: Sequence[Path], wanted_by: str, chain: tuple[str, ...] = ()) -> Tree:
     """One section from the name of its file or from the mapping itself, merged onto its ``base``.
 
@@ -233,12 +240,14 @@ def _merge(below: Tree, above: Tree) -> Tree:
     return cast(Tree, OmegaConf.to_container(merged))
 
 
-def _typed(data: Tree, origin: str) -> Experiment:
+def _typed(data: Tree, origin: str, sources: Mapping[str, Path] | None = None) -> Experiment:
     # JSON is pydantic's strict mode in which lists become tuples; YAML has no tuples
     try:
         return Experiment.model_validate_json(json.dumps(data, default=str))
     except ValidationError as error:
-        _refuse(explain(error, Experiment, data), origin)
+        lines = explain(error, Experiment, data)
+        files = sources or {}
+        _refuse([f"{line}; file {files[section]}" if (section := line.partition(".")[0]) in files else line for line in lines], origin)
         raise
 
 

@@ -1,6 +1,7 @@
 """The closed form: its parts, its memory, and how it answers to hardware, for any plan."""
 
 import math
+import shutil
 from dataclasses import fields, replace
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megascale_jax.config.load import load_document, load_experiment
+from megascale_jax.config.search import shipped_tree
 from megascale_jax.config.software import SoftwareConfig
 from megascale_jax.errors import ConfigError
 from megascale_jax.sim.analytic import Times, iteration_times, predict
@@ -140,3 +142,18 @@ def test_a_software_file_without_a_field_names_both(tmp_path):
         load_document("software", str(file), SoftwareConfig)
     with pytest.raises(ConfigError, match="did you mean 'host_s'"):
         load_document("software", "megascale", SoftwareConfig, ["hosts=3"])
+
+
+def test_a_bad_system_file_is_named_with_its_field(tmp_path, monkeypatch):
+    shutil.copytree(shipped_tree(), tmp_path / "configs")
+    file = tmp_path / "configs" / "system" / "a100.yaml"
+    good = file.read_text()
+    monkeypatch.chdir(tmp_path)
+    for old, new, says in (
+        ("multiprocessors: 108", "multiprocessors: -1", r"multiprocessors: got -1, expected an integer >= 1.*; file .*a100\.yaml"),
+        ("  message_us: 22\n", "", r"message_us: missing, expected a number >= 0.*; file .*a100\.yaml"),
+        ("message_us", "mesage_us", r"a100\.yaml: unknown key system\.hardware\.mesage_us; did you mean .*message_us"),
+    ):
+        file.write_text(good.replace(old, new))
+        with pytest.raises(ConfigError, match=says):
+            load_experiment("gpt-175b")
