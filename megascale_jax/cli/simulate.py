@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megascale_jax.cli.job import wide_console
 from megascale_jax.config.advice import advice_on_memory, nearest_nodes
 from megascale_jax.config.load import load_document, load_experiment, with_overrides
 from megascale_jax.config.memory import GIB
@@ -78,7 +79,7 @@ def simulate(
     """
     check_json_path(json)
     check_output_path(trace, "--trace")
-    console = Console()
+    console = wide_console()
     if validate is not None:
         if experiment is not None or nodes or events or trace is not None:
             raise UsageError("--validate scores fixed runs; leave out the experiment, --nodes, --events and --trace")
