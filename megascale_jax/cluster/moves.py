@@ -1,6 +1,6 @@
 """Small moves of a job's state, each checked against the tables of `lifecycle.py`; `policy.py` puts them together. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from megascale_jax.cluster.lifecycle import NodeStatus, Phase, check_phase, check_status
 from megascale_jax.cluster.state import LOSS_SPIKE, SLOW_NODE, Incident, Node, State, Suspicion
@@ -59,10 +59,16 @@ def alarmed(state: State, alarm: str) -> State:
     return state if alarm in state.alarms else state.model_copy(update={"alarms": (*state.alarms, alarm)})
 
 
-def busy(state: State) -> list[str]:
-    """Nodes with a seat that have not confirmed yet that they are idle."""
-    held = [name for name in state.seats if name is not None]
-    return [name for name in held if name not in state.idle and state.nodes[name].lost_at_s is None]
+def busy(state: State) -> Iterator[str]:
+    """Nodes with a seat that have not confirmed yet that they are idle, in the order of seats."""
+    for name in state.seats:
+        if name is not None and name not in state.idle and state.nodes[name].lost_at_s is None:
+            yield name
+
+
+def is_busy(state: State) -> bool:
+    """Whether there is one: asked after each word of thousands of nodes, so that one suffices."""
+    return next(busy(state), None) is not None
 
 
 def is_planned(state: State) -> bool:

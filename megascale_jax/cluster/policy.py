@@ -16,6 +16,7 @@ from megascale_jax.cluster.moves import (
     busy,
     cause_nodes,
     evicted,
+    is_busy,
     is_planned,
     moved,
     needs_no_diagnosis,
@@ -265,7 +266,7 @@ def _elapsed(state: State, event: Elapsed, config: ClusterConfig) -> State:
     if limit is None or event.at_s < limit:
         return state
     if state.phase == Phase.SUSPENDED:
-        for name in busy(state):
+        for name in list(busy(state)):
             status = state.nodes[name].status
             kept = status if status in (NodeStatus.CORDONED, NodeStatus.EVICTED) else NodeStatus.LOST
             reason = "did not confirm in time that its processes are gone"
@@ -322,10 +323,10 @@ def _onward(state: State, at_s: float, config: ClusterConfig) -> State:
         if state.fruitless >= config.fruitless_recoveries:
             outcome = f"no step beyond {state.best_step} after {state.fruitless} recoveries"
             return to_phase(state, Phase.FAILED, at_s, outcome=outcome, exit_code=EXIT_NO_PROGRESS)
-        if not busy(state):
+        if not is_busy(state):
             state = with_incident(state, suspended_s=at_s)
             state = to_phase(state, Phase.REPLACING if needs_no_diagnosis(state) else Phase.DIAGNOSING, at_s)
-    if state.phase == Phase.STOPPING and not busy(state):
+    if state.phase == Phase.STOPPING and not is_busy(state):
         return to_phase(state, Phase.STOPPED, at_s, outcome=f"stopped after step {state.best_step}; not every process saved")
     if state.phase == Phase.REPLACING:
         return seated(state, at_s, config)

@@ -25,8 +25,9 @@ def fill(state: State, at_s: float, config: ClusterConfig) -> tuple[tuple[str | 
             waits = True
         elif node.status != NodeStatus.ASSIGNED:
             seats[rank] = None
+    placed = set(seats)
     spares = sorted(
-        (name for name, node in state.nodes.items() if name not in seats and node.status in (NodeStatus.READY, NodeStatus.ASSIGNED)),
+        (name for name, node in state.nodes.items() if name not in placed and node.status in (NodeStatus.READY, NodeStatus.ASSIGNED)),
         key=lambda name: (name in state.slow, len(state.nodes[name].faults_s), _natural(name)),
     )
     for rank, name in enumerate(seats):
@@ -43,10 +44,11 @@ def seated(state: State, at_s: float, config: ClusterConfig) -> State:
     if None in seats and not waits and (others := released(state, at_s)) is not state:
         state = others
         seats, waits = fill(state, at_s, config)
-    nodes = dict(state.nodes)
+    nodes, placed = dict(state.nodes), set(seats)
     for name, node in nodes.items():
-        if node.status in (NodeStatus.READY, NodeStatus.ASSIGNED):
-            nodes[name] = node.model_copy(update={"status": NodeStatus.ASSIGNED if name in seats else NodeStatus.READY})
+        status = NodeStatus.ASSIGNED if name in placed else NodeStatus.READY
+        if node.status != status and _is_usable(node):
+            nodes[name] = node.model_copy(update={"status": status})
     shape = 0 if len(seats) == state.shapes[0].num_nodes else state.shape
     state = state.model_copy(update={"seats": seats, "nodes": nodes, "shape": shape})
     if waits or None in seats:

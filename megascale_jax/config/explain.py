@@ -28,6 +28,11 @@ def section_type(annotation: Any) -> type[BaseModel] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
+def named_section_type(annotation: Any) -> type[BaseModel] | None:
+    """The section that each value of a mapping by free names holds, or None for any other field."""
+    return section_type(get_args(annotation)[1]) if get_origin(annotation) is dict else None
+
+
 def dotted_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
     """Every leaf of a section as a full dotted key."""
     keys: list[str] = []
@@ -89,6 +94,10 @@ def _unknown_keys(root: type[BaseModel], section: type[BaseModel], data: Mapping
             problems.append(f"unknown key {prefix}{key}{_nearest_key(root, section, str(key), prefix)}")
         elif (inner := section_type(field.annotation)) and isinstance(value, Mapping):
             problems += _unknown_keys(root, inner, cast("Mapping[str, object]", value), f"{prefix}{key}.")
+        elif (inner := named_section_type(field.annotation)) and isinstance(value, Mapping):
+            for name, one in cast("Mapping[str, object]", value).items():
+                if isinstance(one, Mapping):
+                    problems += _unknown_keys(root, inner, cast("Mapping[str, object]", one), f"{prefix}{key}.{name}.")
     return problems
 
 
@@ -115,12 +124,17 @@ def _field_at(root: type[BaseModel], location: tuple[int | str, ...]) -> tuple[l
     """The longest part of ``location`` that names fields (union branches and list indices follow it), and the last field."""
     path: list[str] = []
     section: type[BaseModel] | None = root
+    named: type[BaseModel] | None = None
     field: FieldInfo | None = None
     for part in location:
+        if named is not None:  # the name of one of them, whatever it is
+            path, section, named = [*path, str(part)], named, None
+            continue
         following = section.model_fields.get(str(part)) if section else None
         if following is None:
             break
         path, field, section = [*path, str(part)], following, section_type(following.annotation)
+        named = named_section_type(following.annotation)
     return path, field
 
 

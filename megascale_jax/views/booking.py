@@ -9,13 +9,10 @@ where no process tells anything, and what then is left is idle.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
 
 import numpy as np
 
-Kind = Literal["training", "recomputed", "data wait", "checkpoint", "evaluation", "compile", "restart", "diagnosis", "idle"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-"""``recomputed``: training of which the result was lost; ``restart``: start of processes, their meeting, preparation and restore."""
+from megascale_jax.observe.booked import KINDS, Kind
 
 HANG, UNSEEN, NOTHING = "a step that did not end", "no process tells anything, though the driver counts them as running", "no process ran"
 """Reasons of idle time."""

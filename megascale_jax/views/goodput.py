@@ -22,9 +22,10 @@ import numpy as np
 
 from megascale_jax.config.load import read_resolved
 from megascale_jax.errors import ConfigError, RunFolderError, UsageError
+from megascale_jax.observe.booked import Kind
 from megascale_jax.observe.event_store import read_events
 from megascale_jax.observe.metrics import read_metrics
-from megascale_jax.views.booking import CODES, HANG, UNSEEN, Kind, Timeline, book
+from megascale_jax.views.booking import CODES, HANG, UNSEEN, Timeline, book
 from megascale_jax.views.driver_phases import DriverEvents, read_driver
 from megascale_jax.views.incidents import Incident, find_incidents
 from megascale_jax.views.mfu_trend import MfuTrend, find_trend

@@ -10,7 +10,7 @@ from matplotlib.dates import AutoDateLocator, ConciseDateFormatter, date2num
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from megascale_jax.views.booking import KINDS, Kind
+from megascale_jax.observe.booked import KINDS, Kind
 from megascale_jax.views.goodput import Goodput
 from megascale_jax.views.mfu_trend import MfuTrend
 from megascale_jax.views.style import COLOUR_A, COLOUR_B, MUTED, TEXT, shortened, title

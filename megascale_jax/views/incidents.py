@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megascale_jax.views.booking import HANG, Kind, Timeline
+from megascale_jax.observe.booked import Kind
+from megascale_jax.views.booking import HANG, Timeline
 from megascale_jax.views.driver_phases import DriverEvents
 from megascale_jax.views.passes import Passes
 

@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale_jax.views.booking import CODES, KINDS, NOTHING, ORDER, book
+from megascale_jax.observe.booked import KINDS
+from megascale_jax.views.booking import CODES, NOTHING, ORDER, book
 
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(-2, 12), st.sampled_from(sorted(CODES))), max_size=30)
 SHIFT_NS = 1_700_000_000_123_456_789

@@ -10,10 +10,11 @@ from megascale_jax.cli.goodput import FORMULA
 from megascale_jax.cli.main import app
 from megascale_jax.cluster.state import Anomaly, Suspicion
 from megascale_jax.errors import RunFolderError, UsageError
+from megascale_jax.observe.booked import KINDS
 from megascale_jax.observe.event_store import read_events
 from megascale_jax.observe.events import EVENTS_FOLDER
 from megascale_jax.observe.step_sums import STEP_SPAN
-from megascale_jax.views.booking import HANG, KINDS, NOTHING, UNSEEN
+from megascale_jax.views.booking import HANG, NOTHING, UNSEEN
 from megascale_jax.views.goodput import lost_passes, read_goodput
 from megascale_jax.views.passes import chosen_ranks, read_passes
 from megascale_jax.views.step_seconds import step_seconds

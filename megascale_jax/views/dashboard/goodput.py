@@ -5,9 +5,9 @@ from typing import Any
 
 from markupsafe import Markup
 
+from megascale_jax.observe.booked import KINDS
 from megascale_jax.observe.events import EVENTS_FOLDER
 from megascale_jax.observe.metrics import METRICS_FILE
-from megascale_jax.views.booking import KINDS
 from megascale_jax.views.dashboard.page import Page, Query
 from megascale_jax.views.dashboard.run_view import Missing, RunView, files
 from megascale_jax.views.figures import Curve, band_svg, curves_svg
