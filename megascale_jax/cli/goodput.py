@@ -3,7 +3,7 @@
 Exit code 0: booked, no alarm; 1: the MFU decays; 2: the request cannot be carried out.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -96,7 +96,7 @@ def print_goodput(found: "Goodput", console: "Console") -> None:
     begin = datetime.fromtimestamp(int(found.timeline.edges_ns[0]) / 1e9, UTC)
     going = "" if found.is_over else ", still written"
     console.print(Text(printable(f"{found.run}: {_time(found.wall_ns)} from {begin:%Y-%m-%d %H:%M:%S} UTC on{going}")))
-    console.print(_classes(found))
+    console.print(classes_table(found.booked_ns, found.wall_ns))
     ratio = "-" if found.effective is None else f"{found.effective:.1%}"
     rate = "" if found.tokens_per_s is None else f"; {found.tokens_per_s:,.0f} tokens/s over the wall time"
     again = f", {found.recomputed_steps:,} executed in vain" if found.recomputed_steps else ""
@@ -115,13 +115,14 @@ def print_goodput(found: "Goodput", console: "Console") -> None:
         console.print(Text(f"note: {printable(note)}", style="yellow"))
 
 
-def _classes(found: "Goodput") -> Table:
+def classes_table(booked_ns: Mapping[Any, float], wall_ns: float) -> Table:
+    """The classes of a job's time, real or simulated, which sum up to the wall time."""
     grid = Table("class", box=None, header_style="bold", padding=(0, 2, 0, 0))
     for name in ("seconds", "share"):
         grid.add_column(name, justify="right")
-    for kind, lasted_ns in found.booked_ns.items():
-        grid.add_row(kind, f"{lasted_ns / 1e9:,.3f}", f"{lasted_ns / found.wall_ns:.2%}")
-    grid.add_row("wall time", f"{found.wall_ns / 1e9:,.3f}", f"{1:.2%}", style="bold")
+    for kind, lasted_ns in booked_ns.items():
+        grid.add_row(kind, f"{lasted_ns / 1e9:,.3f}", f"{lasted_ns / wall_ns:.2%}")
+    grid.add_row("wall time", f"{wall_ns / 1e9:,.3f}", f"{1:.2%}", style="bold")
     return grid
 
 

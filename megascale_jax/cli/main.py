@@ -24,6 +24,7 @@ from megascale_jax.cli import (
     drill,
     drive,
     events,
+    forecast,
     goodput,
     huggingface,
     job,
@@ -75,6 +76,7 @@ app.command("compare")(compare.compare)
 app.command("trace")(trace.trace)
 app.command("why")(why.why)
 app.command("goodput")(goodput.goodput)
+app.command("forecast")(forecast.forecast)
 app.command("profile")(profile.profile)
 app.command("serve")(serve.serve)
 app.command("report")(report.report)

@@ -72,7 +72,8 @@ class Case:
     events: tuple[Event, ...]
     step_ns: int
     interval_ns: int
-    blocking_ns: int
+    stage_one_ns: int
+    upload_ns: int
     suspend_ns: int
     diagnose_ns: int
     replace_ns: int
@@ -82,6 +83,15 @@ class Case:
     digest_ns: int
     slow_nodes: SlowNodes | None
     cluster: ClusterConfig
+
+    @property
+    def blocking_ns(self) -> int:
+        """How long a save holds up the training: stage 1, or until stage 2 has left its slot."""
+        return self.blocking_at(self.interval_ns)
+
+    def blocking_at(self, interval_ns: int) -> int:
+        """The same with another interval between saves."""
+        return max(self.stage_one_ns, self.upload_ns - interval_ns)
 
     @property
     def per_second(self) -> float:
@@ -152,7 +162,8 @@ def case_of(
         events=tuple(events),
         step_ns=ns(step_s),
         interval_ns=ns(costs.interval_s),
-        blocking_ns=max(ns(costs.blocking_s), ns(costs.upload_s) - ns(costs.interval_s)),
+        stage_one_ns=ns(costs.blocking_s),
+        upload_ns=ns(costs.upload_s),
         suspend_ns=ns(recovery.suspend_s),
         diagnose_ns=ns(recovery.diagnose_s),
         replace_ns=ns(recovery.replace_s),

@@ -62,20 +62,24 @@ def expected_ettr(case: Case, interval_s: float | None = None, rate_factor: floa
     longer = 1 + slow.step_cost * (1 - (1 - slow.share) ** case.nodes) if slow is not None else 1.0
     interval_s = longer * (case.interval_ns / SECOND_NS if interval_s is None else interval_s)
     rate = case.per_second * rate_factor * mean.incidents
-    return renewal_ettr(rate, mean.before_s, mean.restart_s, interval_s, case.blocking_ns / SECOND_NS, mean.lag_s)
+    blocking_s = case.blocking_at(round(interval_s * SECOND_NS)) / SECOND_NS
+    return renewal_ettr(rate, mean.before_s, mean.restart_s, interval_s, blocking_s, mean.lag_s)
 
 
-def best_interval_s(case: Case, least_s: float | None = None) -> float:
-    """The interval of the highest `expected_ettr`, by trying all of a fine grid; infinite without failures, a step without a blocking part.
+def meta_ettr_of(case: Case) -> float:
+    """`meta_ettr` of a case, by the same means: u0 is all between a failure and training, and the age that a save must have."""
+    mean = _Means.of(case)
+    restart_s = mean.before_s + mean.restart_s + mean.lag_s
+    return meta_ettr(case.per_second * mean.incidents, restart_s, case.interval_ns / SECOND_NS, case.blocking_ns / SECOND_NS)
 
-    ``least_s``: a save's upload, which an interval should not be shorter than; the length of a step at least.
-    """
-    blocking_s, step_s = case.blocking_ns / SECOND_NS, case.step_ns / SECOND_NS
-    least_s = max(step_s, least_s or 0.0)
+
+def best_interval_s(case: Case) -> float:
+    """The interval of the highest `expected_ettr`, by trying all of a fine grid from one step on; infinite without failures."""
     if case.per_second == 0:
         return inf
-    middle = max(young_s(blocking_s, case.mtbf_s), least_s)
-    grid = np.geomspace(max(least_s, middle / _GROWTH), middle * _GROWTH, _POINTS)
+    step_s = case.step_ns / SECOND_NS
+    middle = max(young_s(case.stage_one_ns / SECOND_NS, case.mtbf_s), case.upload_ns / SECOND_NS, step_s)
+    grid = np.geomspace(max(step_s, middle / _GROWTH), middle * _GROWTH, _POINTS)
     return float(grid[np.argmax([expected_ettr(case, float(one)) for one in grid])])
 
 
