@@ -27,8 +27,8 @@ from megascale_jax.sim.step_time import step_seconds
 _GB = 1e9
 _HORIZONS = (2.0, 8.0, 32.0)
 """Times the time without failures in which the wanted tokens must be done."""
-CONFIRMATIONS = 400_000
-"""Words of nodes that the driver's code hears in one job, at most: about half a minute of one core. Longer jobs are cut to a part."""
+CONFIRMATIONS = 1_100_000
+"""Words of nodes that the driver's code hears in one job, at most: about 20 s of one core. Longer jobs are cut to a part."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ PRICE = Price(price_per_gpu_hour=2.5, date="2025-06-01", device="X", source="mad
 def test_hours_energy_and_money_of_a_run():
     cost = cost_of(10 * 86_400, 100, 4, 8, tokens=2e12, power=Power(10.0, 1.2), price=PRICE)
     assert (cost.gpus, cost.spare_gpus, cost.wall_days) == (800, 32, 10.0)
-    assert cost.gpu_hours == 104 * 8 * 240 == 2 * cost.gpu_hours_per_trillion_tokens
+    assert cost.gpu_hours == 104 * 8 * 240 and cost.gpu_hours_per_trillion_tokens == cost.gpu_hours / 2
     assert cost.energy_mwh == pytest.approx(104 * 10 * 1.2 * 240 / 1000)
     assert cost.amount == cost.gpu_hours * 2.5 and cost.price == PRICE
 
@@ -35,7 +35,7 @@ def test_a_power_that_cannot_be_is_refused(kw, overhead):
 @given(st.floats(1, 1e7), st.integers(1, 5000), st.integers(0, 100))
 def test_cost_is_linear_in_time_and_spares_are_paid(wall_s, nodes, spares):
     one, two = cost_of(wall_s, nodes, spares, 8, price=PRICE), cost_of(2 * wall_s, nodes, spares, 8, price=PRICE)
-    assert two.amount == pytest.approx(2 * one.amount)
+    assert one.amount is not None and two.amount == pytest.approx(2 * one.amount)
     assert cost_of(wall_s, nodes, spares + 1, 8).gpu_hours > one.gpu_hours
 
 
