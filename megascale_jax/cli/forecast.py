@@ -40,7 +40,9 @@ def forecast(
     ] = "megascale",
     days: Annotated[float | None, typer.Option(help="wall time of the run, days", show_default=False)] = None,
     tokens: Annotated[float | None, typer.Option(help="or the tokens to train, such as 300e9", show_default=False)] = None,
-    step_s: Annotated[float | None, typer.Option("--step-s", help="seconds of a step", show_default=False)] = None,
+    step_s: Annotated[
+        float | None, typer.Option("--step-s", help="seconds of a step; default: predicted as by `megascale simulate`", show_default=False)
+    ] = None,
     mfu: Annotated[float | None, typer.Option(help="or model FLOPs utilisation, a fraction: 0.55", show_default=False)] = None,
     nodes: Annotated[str | None, typer.Option(help="other sizes, by data replicas: 512,1024,1536", show_default=False)] = None,
     spares: Annotated[int, typer.Option(help="nodes that wait to replace others", min=0)] = 16,
@@ -92,7 +94,7 @@ def forecast(
     )
     sizes = _sizes(nodes)
     if step_s is not None and len(sizes) > 1:
-        raise UsageError("--step-s is the step of one size; for several --nodes give --mfu")
+        raise UsageError("--step-s is the step of one size; for several --nodes give --mfu, or none of both")
     found, refused = _points(load_experiment(experiment, overrides or []), fleet.split(","), sizes, wanted, drill)
     if not found:
         raise ConfigError("; ".join(f"{name}: {reason}" for name, reason in refused.items()))
@@ -199,6 +201,7 @@ def as_data(one: "Forecast") -> dict[str, Any]:
             "days": one.decided_days,
             "effective_training_time_ratio": [decided.outcome.mean_goodput for decided in one.decided],
             "arrays_on_the_same_draws": one.array_goodput,
+            "steps": [float(decided.outcome.steps[0]) for decided in one.decided],
             "evicted": [len(decided.evicted) for decided in one.decided],
             "isolated": [decided.isolated for decided in one.decided],
             "gave_up": [list(decided.outcomes) for decided in one.decided],
@@ -246,8 +249,8 @@ def _print_decisions(one: "Forecast", console: "Console") -> None:
         console.print(
             Text(
                 f"\ndecided by the driver's own code, {one.decided_days:.1f} days: {outcome.mean_goodput:.2%} ({same:.2%} by the arrays on "
-                f"the same failures); {outcome.incidents[0]} incidents, {len(decided.evicted)} nodes evicted, {decided.isolated} isolated "
-                f"since slow, gave up {outcome.gave_up[0]} times"
+                f"the same failures), {outcome.steps[0]:,.0f} steps; {outcome.incidents[0]} incidents, {len(decided.evicted)} nodes evicted, "
+                f"{decided.isolated} isolated since slow, gave up {outcome.gave_up[0]} times"
             )
         )
         for alarm in (*decided.outcomes, *decided.alarms)[:_MOST_ALARMS]:

@@ -5,19 +5,26 @@ from dataclasses import dataclass
 from math import exp
 
 from megascale_jax.config.fleet import Fleet, init_s
-from megascale_jax.config.layout import MeshShape, virtual_stages_of
+from megascale_jax.config.layout import MeshShape
+from megascale_jax.config.load import load_document
 from megascale_jax.config.memory import GIB, state_bytes
 from megascale_jax.config.schema import Experiment
+from megascale_jax.config.software import SoftwareConfig
 from megascale_jax.model.flops import count_parameters
+from megascale_jax.sim.analytic import SOFTWARE
+from megascale_jax.sim.costs import data_bytes, message_bytes
 from megascale_jax.sim.faults.case import Case
+from megascale_jax.sim.memory import activation_bytes
+from megascale_jax.sim.work import Work
 
 STATE_BYTES_PER_PARAMETER = 12
 """fp32 master and two fp32 moments: all that a checkpoint holds of a parameter (`checkpoint/grid.py`)."""
 COPIES_IN_HOST_MEMORY = 4
 """Two slots of a node's own states, and the newest two of its neighbour (`checkpoint/slot.py`, `checkpoint/peers.py`)."""
 AVAILABILITY = 0.99
-_FP32_BYTES = 4
-_COMPUTE_BYTES = {"bfloat16": 2, "float32": 4}
+_STATE = "12 P / (t p d) + 2 P / (t p) + 4 P / (t p)"
+_PER_WEIGHT = 3
+"""bf16 weights are gathered and fp32 gradients scattered: so many times the bytes of the weights."""
 _GB = 1e9
 _MOST_SPARES = 100_000
 
@@ -57,17 +64,19 @@ def checklist(experiment: Experiment, fleet: Fleet, case: Case, host_memory_gib:
 
 def _device_memory(experiment: Experiment) -> Answer:
     state, memory = state_bytes(experiment), experiment.system.memory_gib
-    used = state.total / GIB
+    activations = activation_bytes(Work.of(experiment), load_document("software", SOFTWARE, SoftwareConfig))
+    used = (state.total + activations) / GIB
     inputs = {
         "masters_and_moments_gib": state.master_and_moments / GIB,
         "weights_gib": state.weights / GIB,
         "gradients_gib": state.gradients / GIB,
+        "activations_gib": activations / GIB,
         "device_gib": memory,
     }
     if memory is None:
-        return Answer("state of one device", used, "GiB", "12 P / (t p d) + 2 P / (t p) + 4 P / (t p)", inputs)
-    formula = "device - (12 P / (t p d) + 2 P / (t p) + 4 P / (t p))"
-    return Answer("device memory left for activations and buffers", memory - used, "GiB", formula, inputs, memory > used)
+        return Answer("state and activations of one device", used, "GiB", f"{_STATE} + activations", inputs)
+    formula = f"device - ({_STATE}) - activations"
+    return Answer("device memory left for buffers", memory - used, "GiB", formula, inputs, memory > used)
 
 
 def _checkpoint_size(experiment: Experiment) -> Answer:
@@ -160,31 +169,28 @@ def spares_for(mean_away: float, availability: float) -> int:
 
 def _network(experiment: Experiment) -> list[Answer]:
     """What one device sends in a step."""
-    model, parallel = experiment.model, experiment.parallel
-    stage = count_parameters(model) / (parallel.tensor * parallel.pipe)
-    rows, chunks = experiment.num_micro_batches * parallel.micro_batch_size, virtual_stages_of(model, parallel)
-    compute_bytes = _COMPUTE_BYTES[experiment.train.compute_dtype]
-    residual = model.sequence_length * model.hidden_size * compute_bytes
-    others = (parallel.data - 1) / parallel.data
-    data = stage * (compute_bytes + _FP32_BYTES) * others
-    pipe = 0.0 if parallel.pipe == 1 else 2 * rows * chunks * residual / parallel.tensor
+    model, parallel, work = experiment.model, experiment.parallel, Work.of(experiment)
+    data = _PER_WEIGHT * data_bytes(work) * (parallel.data - 1) / parallel.data
+    messages = 0 if parallel.pipe == 1 else 2 * work.micro_batches * work.virtual_stages
+    pipe = messages * message_bytes(work)
     layers = model.num_layers / parallel.pipe
-    tensor = 4 * model.branches_per_layer * layers * rows * residual * (parallel.tensor - 1) / parallel.tensor
-    shared = {"tensor": parallel.tensor, "pipe": parallel.pipe, "data": parallel.data, "rows": rows, "chunks": chunks, "c": compute_bytes}
+    gathered = work.micro_batches * message_bytes(work) * (parallel.tensor - 1)
+    tensor = 4 * model.branches_per_layer * layers * gathered
+    shared = {"tensor": parallel.tensor, "pipe": parallel.pipe, "data": parallel.data, "micro_batches": work.micro_batches}
     return [
         Answer(
             "data-parallel volume of a device and step",
             data / _GB,
             "GB",
-            "P / (t p) x (weights gathered, c B each, + gradients scattered, 4 B each) x (d - 1) / d",
+            "P / (t p) x (weights gathered, 2 B each, + gradients scattered, 4 B each) x (d - 1) / d",
             shared,
         ),
-        Answer("pipeline volume of a device and step", pipe / _GB, "GB", "2 passes x rows x chunks x s h c / t", shared),
+        Answer("pipeline volume of a device and step", pipe / _GB, "GB", "2 passes x m v messages x b s h x 2 B / t", shared),
         Answer(
             "tensor-parallel volume of a device and step",
             tensor / _GB,
             "GB",
-            "gather and scatter of each branch, both passes: 4 x branches x layers / p x rows x s h c x (t - 1) / t",
+            "gather and scatter of each branch, both passes: 4 x branches x layers / p x m b s h x 2 B x (t - 1) / t",
             shared,
         ),
     ]

@@ -33,7 +33,7 @@ CONFIRMATIONS = 1_100_000
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked for: ``days`` of wall time or ``tokens`` to train, one of both; one of ``step_s`` and ``mfu``.
+    """What is asked for: ``days`` of wall time or ``tokens`` to train, one of both; ``step_s`` or ``mfu``, else the step is predicted.
 
     ``interval_s``: training between two saves; ``None``: the experiment's own. ``memory_copies``: states are copied to a neighbour's
     memory too, and one lost node goes on from there. ``own_detection``: failures are noticed as the driver's rules do. ``decided``: jobs

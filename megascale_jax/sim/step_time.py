@@ -4,22 +4,23 @@ from megascale_jax.config.layout import MeshShape
 from megascale_jax.config.schema import Experiment
 from megascale_jax.errors import ConfigError
 from megascale_jax.model.flops import flops_per_token
+from megascale_jax.sim.analytic import predict
 
 
 def step_seconds(experiment: Experiment, step_s: float | None = None, mfu: float | None = None) -> float:
-    """Seconds of one step of the experiment's own size, as given or from its model FLOPs utilisation.
+    """Seconds of one step of the experiment's own size: as given, from its model FLOPs utilisation, or else predicted.
 
-    ``mfu``: a fraction, of the ``full`` convention of `model/flops.py`. Raises ConfigError unless exactly one is given and above 0, and
-    for a system whose peak is not known.
+    ``mfu``: a fraction, of the ``full`` convention of `model/flops.py`. The prediction is that of `megascale simulate` (`sim/analytic.py`).
+    Raises ConfigError for both at once, for values out of range, and for a system of which the peak or the constants are not known.
     """
-    if (step_s is None) == (mfu is None):
-        given = "neither" if step_s is None else "both"
-        raise ConfigError(f"got {given} of --step-s and --mfu, expected one of them: a measured or predicted step, or an assumed MFU")
+    if step_s is not None and mfu is not None:
+        raise ConfigError("got both of --step-s and --mfu, expected one of them, or none for the predicted step")
     if step_s is not None:
         if step_s <= 0:
             raise ConfigError(f"--step-s {step_s:g}: expected seconds above 0")
         return step_s
-    assert mfu is not None, "one of both is given"
+    if mfu is None:
+        return predict(experiment).iteration_s
     if not 0 < mfu <= 1:
         raise ConfigError(f"--mfu {mfu:g}: expected a fraction above 0 and at most 1, such as 0.55")
     peak = experiment.system.peak_tflops

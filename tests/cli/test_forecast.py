@@ -7,8 +7,10 @@ from typer.testing import CliRunner
 
 from megascale_jax.cli.goodput import classes_table
 from megascale_jax.cli.main import app
+from megascale_jax.config.load import load_experiment
 from megascale_jax.errors import ConfigError, UsageError
 from megascale_jax.observe.booked import KINDS
+from megascale_jax.sim.analytic import predict
 
 SMALL = ("gpt-1b", "--mfu", "0.5", "--seeds", "10", "--days", "20", "--spares", "1")
 
@@ -65,6 +67,12 @@ def test_invalid_points_are_listed_and_the_rest_is_computed(tmp_path):
     assert "not computed: megascale, 3 nodes" in result.stdout
 
 
+def test_a_step_that_is_not_given_is_predicted(tmp_path):
+    run("gpt-1b", "--days", "1", "--seeds", "2", "--decisions", "0", "--json", tmp_path / "f")
+    (point,) = json.loads((tmp_path / "f").read_text())["points"]
+    assert point["step_s"] == predict(load_experiment("gpt-1b")).iteration_s
+
+
 def test_tokens_are_trained_and_take_longer_with_more_failures(tmp_path):
     days = {}
     for fleet in ("meta-rsc-1", "meta-rsc-2"):
@@ -107,7 +115,7 @@ def test_measured_times_of_a_drill_take_the_place_of_the_fleets(tmp_path):
     [
         (("gpt-1b", "--mfu", "0.5"), "one of --days and --tokens"),
         (("gpt-1b", "--mfu", "0.5", "--days", "1", "--tokens", "1e9"), "one of --days and --tokens"),
-        (("gpt-1b", "--days", "1"), "got neither of --step-s and --mfu"),
+        (("gpt-1b", "--days", "1", "--mfu", "0.5", "--step-s", "1"), "got both of --step-s and --mfu"),
         (("gpt-1b", "--days", "1", "--mfu", "1.5"), "--mfu 1.5: expected a fraction"),
         (("gpt-1b", "--days", "-1", "--mfu", "0.5"), "--days -1: expected a number above 0"),
         (("quickstart", "--days", "1", "--step-s", "1"), "devices_per_node of .* is null"),

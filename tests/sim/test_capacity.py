@@ -28,8 +28,11 @@ def test_sizes_are_those_of_the_state():
     size = 12 * count_parameters(experiment.model)
     assert checkpoint_bytes(experiment) == size
     assert found["size of a checkpoint"].value == pytest.approx(size / 1e9)
-    left = found["device memory left for activations and buffers"]
-    assert left.value == pytest.approx(79.2 - state_bytes(experiment).total / GIB) and left.is_ok
+    left = found["device memory left for buffers"]
+    activations = left.inputs["activations_gib"]
+    assert isinstance(activations, float) and activations > 1
+    assert left.value == pytest.approx(79.2 - state_bytes(experiment).total / GIB - activations) and left.is_ok
+    assert answers("system.memory_gib=20")[1]["device memory left for buffers"].is_ok is False
     assert found["room for checkpoints on storage"].value == pytest.approx(3 * size / 1e12)
     assert answers("train.checkpoint.keep_every=1000")[1]["room for checkpoints on storage"].value == pytest.approx((3 + 23) * size / 1e12)
 
@@ -94,4 +97,4 @@ def test_network_volumes_follow_the_layout():
     assert serial["pipeline"] == base["pipeline"]
     # 32 rows a device, 6 chunks, 2,048 x 12,288 x 2 bytes over 8 tensor ranks, both passes
     assert base["pipeline"] == pytest.approx(2 * 32 * 6 * 2048 * 12288 * 2 / 8 / 1e9)
-    assert base["data-parallel"] == pytest.approx(count_parameters(load_experiment("gpt-175b").model) / 64 * 6 * 191 / 192 / 1e9)
+    assert base["data-parallel"] == pytest.approx(count_parameters(load_experiment("gpt-175b").model) / 64 * 6 * 191 / 192 / 1e9, rel=1e-3)

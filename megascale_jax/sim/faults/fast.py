@@ -6,7 +6,7 @@ slow nodes that are isolated (here a slow node stays).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -42,7 +42,7 @@ class _Jobs:
     replaced: np.ndarray
     gave_up: np.ndarray
     waited: np.ndarray
-    columns: dict[str, np.ndarray] = field(default_factory=dict)
+    columns: dict[str, np.ndarray]
     """Of the events, by kind."""
 
     def spend(self, kind: Kind, amount: np.ndarray, who: np.ndarray) -> None:

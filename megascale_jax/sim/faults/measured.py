@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megascale_jax.config.fleet import Fleet
 from megascale_jax.errors import ConfigError
@@ -19,11 +19,12 @@ def with_drill(fleet: Fleet, file: Path) -> Fleet:
         found: Any = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"--drill {file}: {error}; expected what `megascale drill --json` writes") from error
-    means = found.get("mttr_s") if isinstance(found, dict) else None
+    means = cast("dict[str, Any]", found).get("mttr_s") if isinstance(found, dict) else None
     if not isinstance(means, dict):
         raise ConfigError(f"--drill {file}: mttr_s: missing, expected a mapping of {', '.join(_STAGES)} to seconds")
+    means = cast("dict[str, Any]", means)
     for stage in _STAGES:
-        seconds = means.get(stage)
+        seconds: Any = means.get(stage)
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
             raise ConfigError(f"--drill {file}: mttr_s.{stage}: got {seconds!r}, expected seconds >= 0")
     update = {
