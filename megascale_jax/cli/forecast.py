@@ -249,8 +249,8 @@ def _print_decisions(one: "Forecast", console: "Console") -> None:
         console.print(
             Text(
                 f"\ndecided by the driver's own code, {one.decided_days:.1f} days: {outcome.mean_goodput:.2%} ({same:.2%} by the arrays on "
-                f"the same failures), {outcome.steps[0]:,.0f} steps; {outcome.incidents[0]} incidents, {len(decided.evicted)} nodes evicted, "
-                f"{decided.isolated} isolated since slow, gave up {outcome.gave_up[0]} times"
+                f"the same failures), {outcome.steps[0]:,.0f} steps; {outcome.incidents[0]} incidents, {len(decided.evicted)} nodes "
+                f"evicted, {decided.isolated} isolated since slow, gave up {outcome.gave_up[0]} times"
             )
         )
         for alarm in (*decided.outcomes, *decided.alarms)[:_MOST_ALARMS]:
