@@ -33,15 +33,13 @@ def plot_forecast(found: Sequence[Forecast], path: Path) -> None:
     shown = list(found[:_MOST_BARS])
     _bars(bars, shown)
     _curve(curve, shown)
-    one = found[0]
-    low, _, high = one.outcome.spread(one.outcome.goodput)
-    headline = f"{shortened(one.experiment.name, 40)}: {one.outcome.mean_goodput:.1%} of the time would train"
-    left_out = f"; {len(found) - len(shown)} more points are not shown" if len(found) > len(shown) else ""
-    title(
-        bars,
-        headline,
-        f"simulated, {one.cost.gpus:,} GPUs, failures of {one.fleet_name}, {low:.1%} to {high:.1%} in 9 of 10 jobs{left_out}",
-    )
+    ratios = sorted(one.outcome.mean_goodput for one in found)
+    span = f"{ratios[0]:.1%}" if len(found) == 1 else f"{ratios[0]:.1%} to {ratios[-1]:.1%}"
+    low, _, high = found[0].outcome.spread(found[0].outcome.goodput)
+    line = f"simulated, {found[0].cost.gpus:,} GPUs, failures of {found[0].fleet_name}, {low:.1%} to {high:.1%} in 9 of 10 jobs"
+    if len(found) > 1:
+        line = f"simulated, {len(found)} points" + (f", the first {len(shown)} of which are shown" if len(found) > len(shown) else "")
+    title(bars, f"{shortened(found[0].experiment.name, 40)}: {span} of the time would train", line)
     figure.savefig(path)
 
 
@@ -71,6 +69,7 @@ def _curve(axes: Axes, found: Sequence[Forecast]) -> None:
     if one is None:
         axes.text(0.5, 0.5, "no failures", transform=axes.transAxes, ha="center", fontsize=12, color=MUTED)
         return
+    axes.set_title(f"{shortened(one.fleet_name, 18)}, {one.case.nodes:,} nodes", loc="left", fontsize=12, color=MUTED, parse_math=False)
     intervals, step_s = one.intervals, one.step_s
     grid = np.geomspace(max(step_s, intervals.best_s / _REACH), max(intervals.best_s, intervals.own_s) * _REACH, 300)
     axes.semilogx(grid / 60, [expected_ettr(one.case, float(seconds)) for seconds in grid], color=COLOUR_A, linewidth=1.6)
