@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from megascale_jax.cluster.lifecycle import NodeStatus, Phase
-from megascale_jax.cluster.moves import alarmed, evicted, moved, recent, suspended
+from megascale_jax.cluster.moves import alarmed, evicted, most_evictions, moved, recent, suspended
 from megascale_jax.cluster.slow_windows import PassTimes, Window
 from megascale_jax.cluster.state import SLOW_NODE, Governed, Judged, Profile, Rechecked, SlowPass, SlowWindow, State, Suspicion
 from megascale_jax.config.cluster import ClusterConfig, SlowNodesConfig
@@ -80,8 +80,8 @@ def isolated(state: State, at_s: float, config: ClusterConfig) -> State:
     if not any(_is_clean_spare(state, spare) for spare in state.nodes):
         return _alarmed(state, name, f"{known.evidence}; it should be isolated, but there is no spare to take its place")
     before = recent(state.isolations_s, at_s, config)
-    if len(before) + len(recent(state.evictions_s, at_s, config)) >= config.max_evictions:
-        why = f"{config.max_evictions} nodes were isolated or evicted within {config.strike_window_s:.0f} s"
+    if len(before) + len(recent(state.evictions_s, at_s, config)) >= (most := most_evictions(state, config)):
+        why = f"{most} nodes were isolated or evicted within {config.strike_window_s:.0f} s"
         return _alarmed(state, name, f"{known.evidence}; it should be isolated, but {why}; cordon it by hand")
     state = moved(state, name, NodeStatus.CORDONED, reason=f"isolated, since it is slow: {known.evidence}")
     update = {"stage": "isolated", "since_s": at_s, "isolations": known.isolations + 1}

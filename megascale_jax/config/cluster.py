@@ -158,7 +158,9 @@ class ClusterConfig(_Section):
     evict_on_corruption: bool = Field(
         default=True, description="a node is evicted when a comparison of states names it once: what computes wrongly does so again"
     )
-    max_evictions: Count = Field(default=2, description="nodes that may be evicted within strike_window_s without an operator")
+    max_evictions: Count | None = Field(
+        default=None, description="nodes that may be evicted within strike_window_s without an operator; null: 2, or a 192nd of the job's"
+    )
     max_rewinds: Count = Field(default=3, description="rewinds after loss spikes in one job; further spikes are only observed")
     fruitless_recoveries: AtLeastOne = Field(default=5, description="recoveries without a new step after which the run ends")
     limit_factor: Annotated[float, Field(gt=1)] = Field(default=5.0, description="a section's limit is this times the longest pass seen")

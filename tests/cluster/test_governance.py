@@ -8,6 +8,7 @@ from hypothesis.stateful import invariant, precondition, rule
 from megascale_jax.cluster.diagnose.checks import Outcome
 from megascale_jax.cluster.governance import judged
 from megascale_jax.cluster.lifecycle import ENDS, NodeStatus, Phase
+from megascale_jax.cluster.moves import most_evictions
 from megascale_jax.cluster.slow_windows import PassTimes, RankTimes, Window
 from megascale_jax.cluster.state import Advanced, Event, Judged, Ordered, Rechecked, SlowPass, SlowWindow
 from megascale_jax.cluster.status import status_of
@@ -343,12 +344,12 @@ class Governance(Cluster):
     @invariant()
     def isolations_keep_the_limit(self) -> None:
         recent = [at for at in self.state.isolations_s if at > self.now_s - self.config.strike_window_s]
-        assert len(recent) <= self.config.max_evictions
+        assert len(recent) <= most_evictions(self.state, self.config)
 
     @invariant()
     def evictions_keep_the_limit(self) -> None:
         recent = [at for at in self.state.evictions_s if at > self.now_s - self.config.strike_window_s]
-        assert len(recent) <= self.config.max_evictions
+        assert len(recent) <= most_evictions(self.state, self.config)
 
     @invariant()
     def isolated_nodes_get_no_work(self) -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from megascale_jax.cluster.journal import Journal, JournalClock
 from megascale_jax.cluster.lifecycle import ENDS, JOB_MOVES, IllegalMoveError, NodeStatus, Phase, check_phase
+from megascale_jax.cluster.moves import most_evictions
 from megascale_jax.cluster.policy import apply, deadline, desired, first_state, looks_again_at
 from megascale_jax.cluster.seats import shapes_of
 from megascale_jax.cluster.state import (
@@ -191,6 +192,12 @@ def test_an_evicted_node_comes_back_as_a_new_one_on_another_machine_only() -> No
     assert (node.status, node.faults_s, node.reason) == (NodeStatus.READY, (), "")
 
 
+def test_a_large_job_may_evict_more_by_itself() -> None:
+    large = Story(nodes=4).state.model_copy(update={"seats": tuple(f"node-{number}" for number in range(1536))})
+    assert most_evictions(large, CONFIG) == 8
+    assert most_evictions(large, CONFIG.model_copy(update={"max_evictions": 0})) == 0
+
+
 def test_too_many_evictions_ask_for_a_person() -> None:
     story = Story(nodes=4, spares=4)
     story.advance(1)
@@ -198,7 +205,7 @@ def test_too_many_evictions_ask_for_a_person() -> None:
     story.settle_down()
     story.diagnosed(node_0="bad", node_1="bad", node_2="bad", node_3="bad")
     evicted = [name for name, node in story.state.nodes.items() if node.status == NodeStatus.EVICTED]
-    assert len(evicted) == CONFIG.max_evictions
+    assert len(evicted) == most_evictions(story.state, CONFIG) == 2
     assert len(story.state.alarms) == 2
     assert story.state.phase == Phase.RESTORING
 
