@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
+from typing import NamedTuple
 
 from megascale_jax.cluster.limits import Limits
 from megascale_jax.cluster.messages import Beat
@@ -35,8 +36,7 @@ _ZOMBIE_S = 5.0
 """For so long the threads of a process may outlive its main thread."""
 
 
-@dataclass(frozen=True)
-class NodeView:
+class NodeView(NamedTuple):
     """A node as it is known now: its newest beat, and how long ago that came on the driver's clock, seconds."""
 
     name: str

@@ -134,8 +134,10 @@ class Driver:
     def heard(self, name: str, message: Hello | Beat | Diagnosis) -> None:
         """A node said something. ``name`` is the one that its connection was authenticated for."""
         self._heard_s[name] = self.clock.now()
-        with self._journaled():
+        try:  # thousands a second: no context manager
             self._hear(name, message)
+        except JournalError as error:
+            self._not_journaled(error)
 
     def _hear(self, name: str, message: Hello | Beat | Diagnosis) -> None:
         match message:
@@ -205,9 +207,12 @@ class Driver:
         try:
             yield
         except JournalError as error:
-            if str(error) != self._unwritten:
-                self._unwritten = str(error)
-                self._say(f"alarm: {error}")
+            self._not_journaled(error)
+
+    def _not_journaled(self, error: JournalError) -> None:
+        if str(error) != self._unwritten:
+            self._unwritten = str(error)
+            self._say(f"alarm: {error}")
 
     def _look(self) -> None:
         now = self.clock.now()
@@ -215,7 +220,7 @@ class Driver:
             self._miss_at = now + _MISS_PER_NODE_S * len(self.state.nodes)
             self._miss(now)
         if self._has_news or self._first_finding_s is not None or now >= self._watch_at:
-            self._has_news, self._watch_at = False, now + max(_WATCH_S, _WATCH_PER_NODE_S * len(self.state.nodes))
+            self._has_news, self._watch_at = False, now + self._watch_s
             if self.state.phase in ACTIVE:
                 self._watch(now)
             if self.state.phase in (*ACTIVE, Phase.STOPPING):
@@ -224,7 +229,7 @@ class Driver:
             self._confirm(now)
         self._diagnose(now)
         if now >= self._govern_at:
-            self._govern_at = now + _WATCH_S
+            self._govern_at = now + self._watch_s
             for event in self.governor.look(now, self.state, self.step, self._in_pairs):
                 self.record(event)
         limits = [at_s for at_s in (deadline(self.state, self.config), looks_again_at(self.state, self.config)) if at_s is not None]
@@ -285,6 +290,10 @@ class Driver:
         """Newest step that every rank has done, as far as the beats say; else the best known."""
         steps = [process.step for process in self._processes() if process.step is not None]
         return min(steps) if len(steps) == len(self.state.seats) else self.state.best_step
+
+    @property
+    def _watch_s(self) -> float:
+        return max(_WATCH_S, _WATCH_PER_NODE_S * len(self.state.nodes))
 
     def silent_s(self, name: str) -> float:
         """How long nothing was heard of a node, seconds."""
