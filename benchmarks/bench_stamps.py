@@ -24,29 +24,31 @@ MESHES = {"1": (1, ["parallel.pipe=1", "parallel.data=1", "parallel.tensor=1"]),
 
 def main(
     json_path: Annotated[Path, typer.Option("--json", help="file for all numbers")],
-    devices: Annotated[str, typer.Option(help="1, or 8 virtual ones: quickstart as it is")] = "8",
+    changes: Annotated[list[str] | None, typer.Argument(help="of the experiment, such as parallel.pipe=2", show_default=False)] = None,
+    devices: Annotated[str, typer.Option(help="1, or 8 virtual ones: the experiment as it is")] = "8",
+    experiment: Annotated[str, typer.Option(help="what is trained")] = "quickstart",
     pairs: Annotated[int, typer.Option(min=2, help="pairs of steps")] = 40,
 ) -> None:
     """Measure, print, and add to the JSON file."""
     number, overrides = MESHES[devices]
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={number}"
     os.environ["JAX_PLATFORMS"] = "cpu"
-    record = birth_certificate(ROOT, f"python benchmarks/bench_stamps.py --json PATH --devices {devices} --pairs {pairs}")
-    record |= {"devices": number, "overrides": overrides} | measured(overrides, pairs)
+    overrides = [*overrides, *(changes or ())]
+    options = " ".join([*(changes or ()), f"--devices {devices} --experiment {experiment} --pairs {pairs}"])
+    record = birth_certificate(ROOT, f"python benchmarks/bench_stamps.py --json PATH {options}")
+    record |= {"devices": number, "overrides": overrides} | measured(experiment, overrides, pairs)
     results = json.loads(json_path.read_text()) if json_path.is_file() else {}
-    json_path.write_text(json.dumps(results | {devices: record}, indent=1) + "\n")
+    json_path.write_text(json.dumps(results | {f"{Path(experiment).stem}, {devices}": record}, indent=1) + "\n")
     typer.echo(json.dumps({key: value for key, value in record.items() if key != "ratios"}, indent=1))
 
 
-def measured(overrides: list[str], pairs: int) -> dict[str, Any]:
+def measured(name: str, overrides: list[str], pairs: int) -> dict[str, Any]:
     """Seconds of steps with and without stamps, their ratios, and the share of a step that writing its stamps as events takes."""
     from step_worker import our_variant
 
     from megascale_jax.config.load import load_experiment
 
-    experiments = {
-        stamps: load_experiment("quickstart", [*overrides, f"train.events.stamps={str(stamps).lower()}"]) for stamps in (True, False)
-    }
+    experiments = {stamps: load_experiment(name, [*overrides, f"train.events.stamps={str(stamps).lower()}"]) for stamps in (True, False)}
     advance = {stamps: our_variant(experiment) for stamps, experiment in experiments.items()}
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for run in advance.values():

@@ -123,7 +123,7 @@ class LargeRun(RunView):
         found = large_progress()
         self._found = found, judge(found)
 
-    def known(self, key, make, watch):
+    def known(self, key, make, watch, patience_s=None):
         """The window; nothing else is there."""
         return self._window if key[0] == "heat" else Missing("not made here")
 
