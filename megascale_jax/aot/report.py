@@ -25,11 +25,9 @@ from megascale_jax.aot.overlap import (
     walk,
 )
 from megascale_jax.config.layout import MeshShape
+from megascale_jax.config.memory import FITS
 from megascale_jax.config.schema import Experiment, RatesConfig
 from megascale_jax.model.flops import flops_per_row
-
-FITS = 0.9
-"""Share of a device's memory that a program may use: the rest is for libraries and their workspaces."""
 
 
 @dataclass(frozen=True)

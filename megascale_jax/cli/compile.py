@@ -13,17 +13,16 @@ from rich.table import Table
 from rich.text import Text
 
 from megascale_jax.aot.compile import check_compile, compile_experiment
-from megascale_jax.aot.report import FITS, CompileReport, scaled
+from megascale_jax.aot.report import CompileReport, scaled
 from megascale_jax.aot.targets import TARGETS
 from megascale_jax.config.advice import advice_on_memory, nearest_nodes
 from megascale_jax.config.layout import MeshShape, advice_on_depth
 from megascale_jax.config.load import load_experiment
+from megascale_jax.config.memory import FITS, GIB
 from megascale_jax.config.schema import Experiment
 from megascale_jax.errors import ConfigError, UsageError
 from megascale_jax.observe.report import check_json_path, check_output_path, replace_file, write_json
 from megascale_jax.views.lanes import lanes_svg
-
-GIB = 2**30
 
 
 def compile_step(

@@ -30,6 +30,7 @@ from megascale_jax.cli import (
     job,
     keep,
     launch,
+    plan,
     profile,
     report,
     sample,
@@ -84,6 +85,7 @@ app.command("keep")(keep.keep)
 app.command("schedule")(schedule.schedule)
 app.command("analyze")(analyze.analyze)
 app.command("simulate")(simulate.simulate)
+app.command("plan")(plan.plan)
 app.command("compile")(compile.compile_step)
 app.command("diagnose")(diagnose.diagnose)
 app.add_typer(data.app, name="data")

@@ -25,7 +25,7 @@ from megascale_jax.sim.iteration import simulate as simulate_events
 from megascale_jax.sim.validation.tables import TABLES
 from megascale_jax.sim.work import Work
 
-_PARTS: Mapping[str, str] = {
+PARTS: Mapping[str, str] = {
     "gemm_s": "matrix products",
     "attention_s": "attention",
     "memory_s": "memory-bound kernels",
@@ -89,9 +89,9 @@ def simulate(
         raise UsageError("name an experiment (`megascale config list` shows them), or give --validate")
     if ladder:
         raise UsageError("--ladder belongs to --validate table2")
-    program, changes = _split(overrides or [])
+    program, changes = program_and_changes(overrides or [])
     software = load_document(_SOFTWARE_KEY, program[0], SoftwareConfig, program[1:])
-    counts = _counts(nodes or [])
+    counts = counts_of("--nodes", nodes or [], "nodes, such as 32 or 32,64,128")
     if len(counts) > 1 and (trace is not None or events):
         raise UsageError("--trace and --events take one plan; give one number of --nodes")
     points, invalid = _points(experiment, changes, counts, software)
@@ -120,7 +120,7 @@ def simulate(
         raise typer.Exit(1)
 
 
-def _split(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+def program_and_changes(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     """The program's name and its overrides, and those of the experiment."""
     name, fields, rest = SOFTWARE, [], []
     for override in overrides:
@@ -134,11 +134,12 @@ def _split(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     return [name, *fields], rest
 
 
-def _counts(given: Sequence[str]) -> list[int]:
+def counts_of(option: str, given: Sequence[str], expected: str) -> list[int]:
+    """Numbers of an option that may be given several times, and several at a time. Raises UsageError."""
     counts: list[int] = []
     for text in ",".join(given).split(",") if given else ():
         if not text.strip().isdecimal() or int(text) < 1:
-            raise UsageError(f"--nodes {text!r}: expected numbers of nodes, such as 32 or 32,64,128")
+            raise UsageError(f"{option} {text!r}: expected numbers of {expected}")
         counts.append(int(text))
     return list(dict.fromkeys(counts))
 
@@ -214,7 +215,7 @@ def _show(console: Console, plan: Experiment, found: Prediction, program: str, t
         table.add_column(column, justify="left" if not column else "right")
     for part, seconds in asdict(found.times).items():
         if seconds:
-            table.add_row(_PARTS[part], f"{seconds:.3f}", f"{100 * seconds / found.iteration_s:.1f}")
+            table.add_row(PARTS[part], f"{seconds:.3f}", f"{100 * seconds / found.iteration_s:.1f}")
     table.add_section()
     table.add_row("iteration", f"{found.iteration_s:.3f}", "100")
     console.print(table)

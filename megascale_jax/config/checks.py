@@ -8,7 +8,7 @@ already says so.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from megascale_jax.config.difference import Difference
 from megascale_jax.config.layout import MeshShape, round_up, virtual_stages_of
@@ -20,10 +20,14 @@ from megascale_jax.errors import ConfigError
 
 def check(experiment: Experiment) -> None:
     """Raise one ConfigError with every problem of the experiment; return if there is none."""
-    problems = [line for rule in _RULES for line in rule(experiment)]
-    if problems:
+    if problems := problems_of(experiment):
         title = f"experiment {experiment.name} cannot run"
         raise ConfigError(f"{title}: {problems[0]}" if len(problems) == 1 else "\n  - ".join([f"{title}:", *problems]))
+
+
+def problems_of(experiment: Experiment, rules: Iterable[str] | None = None) -> list[str]:
+    """Every problem by some of the `RULES`, by name; ``None``: by all."""
+    return [line for name in (RULES if rules is None else rules) for line in RULES[name](experiment)]
 
 
 RESUMABLE = (
@@ -272,4 +276,19 @@ def _checkpoint(experiment: Experiment) -> Iterator[str]:
         yield f"train.checkpoint.place {settings.place} can only be read; expected a folder, gs://bucket/path or s3://bucket/path"
 
 
-_RULES = (_heads, _block, _batch, _pipeline, _limits, _node, _training, _rewinds, _data, _checkpoint, _kernels, _memory)
+RULES: Mapping[str, Callable[[Experiment], Iterator[str]]] = {
+    "heads": _heads,
+    "widths": _block,
+    "batch": _batch,
+    "layers": _pipeline,
+    "limits": _limits,
+    "node": _node,
+    "training": _training,
+    "rewinds": _rewinds,
+    "data": _data,
+    "checkpoint": _checkpoint,
+    "kernels": _kernels,
+    "memory": _memory,
+}
+LAYOUT_RULES = ("heads", "widths", "batch", "layers", "node", "memory")
+"""Those that judge how a model is spread over devices; the others are the same for every layout."""

@@ -14,6 +14,8 @@ from megascale_jax.config.schema import Experiment, ModelConfig
 _FP32_BYTES = 4
 _COMPUTE_BYTES = {"bfloat16": 2, "float32": 4}
 GIB = 2**30
+FITS = 0.9
+"""Share of a device's memory that a program may use: the rest is for libraries and their workspaces."""
 
 
 @dataclass(frozen=True)

@@ -101,8 +101,7 @@ def predict(experiment: Experiment, software: SoftwareConfig | None = None) -> P
     """
     software = software or load_document("software", SOFTWARE, SoftwareConfig)
     work, device = Work.of(experiment), Device.of(experiment.system)
-    state = state_bytes(experiment)
-    held = state.weights + state.gradients
+    state, activations = memory_of(experiment, work, software)
     return Prediction(
         times=iteration_times(work, device, software),
         devices=work.devices,
@@ -111,10 +110,18 @@ def predict(experiment: Experiment, software: SoftwareConfig | None = None) -> P
         model_flops=work.model_flops("full"),
         causal_flops=work.model_flops("causal"),
         peak=device.peak,
-        state_bytes=state.master_and_moments + (held / work.data if software.weights_sharded else held),
-        activation_bytes=activation_bytes(work, software),
+        state_bytes=state,
+        activation_bytes=activations,
         device_bytes=device.memory_bytes,
     )
+
+
+def memory_of(experiment: Experiment, work: Work, software: SoftwareConfig) -> tuple[float, float]:
+    """Bytes of states and of activations on one device; ``work`` is the experiment's."""
+    state = state_bytes(experiment)
+    held = state.weights + state.gradients
+    states = state.master_and_moments + (held / work.data if software.weights_sharded else held)
+    return states, activation_bytes(work, software)
 
 
 def iteration_times(work: Work, device: Device, software: SoftwareConfig) -> Times:
