@@ -1,4 +1,4 @@
-"""`megascale plan`: which layouts of a model on so many GPUs divide, fit, and are quickest; by formulas, and by the compiler for the best."""
+"""`megascale plan`: which layouts of a model on so many GPUs divide, fit, and are quickest; by formulas, the best by the compiler too."""
 
 from collections.abc import Sequence
 from pathlib import Path
