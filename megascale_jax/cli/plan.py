@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from megascale_jax.cli.plan_report import Plans, search_data, show_compiled, show_counts, show_rejected, show_search, written_plan
+from megascale_jax.cli.plan_report import WIDTH, Plans, search_data, show_compiled, show_counts, show_rejected, show_search, written_plan
 from megascale_jax.cli.simulate import counts_of, program_and_changes
 from megascale_jax.config import search as files
 from megascale_jax.config.layout import MeshShape
@@ -43,9 +43,7 @@ def plan(
         str | None, typer.Option(help="program whose techniques are assumed, default megascale", show_default=False)
     ] = None,
     top: Annotated[int, typer.Option(help="layouts that are shown", min=1)] = 10,
-    memory_margin: Annotated[
-        float, typer.Option(help="share of a GPU's memory that states and activations may use", min=0.01, max=1)
-    ] = FITS,
+    memory_margin: Annotated[float, typer.Option(help="share of a GPU's memory that a step may use", min=0.01, max=1)] = FITS,
     pin: Annotated[
         list[str] | None, typer.Option(help=f"FIELD=VALUE that is given: {', '.join(FIELDS)}; repeat", show_default=False)
     ] = None,
@@ -84,7 +82,7 @@ def plan(
         _check_compile(base)
     found, invalid = _searches(base, counts, techniques, pins, memory_margin)
     plans = Plans(base, program[0], memory_margin, pins)
-    console = Console()
+    console = Console(width=max(WIDTH, Console().width))
     data = plans.as_data() | {
         "searches": [search_data(plans, one) for one in found],
         "invalid": [{"devices": count, "reason": reason} for count, reason in invalid],

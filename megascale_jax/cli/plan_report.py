@@ -28,6 +28,8 @@ _REASONS: Mapping[str, str] = {
     "batch": "batch does not divide",
     "layers": "layers do not divide",
 }
+WIDTH = 132
+"""Columns that the tables take. A narrower terminal wraps their lines, which loses less than cells that are cut."""
 _COLUMNS = ("tensor", "pipe", "v", "data", "rows", "remat")
 
 
@@ -94,10 +96,10 @@ def show_search(console: Console, plans: Plans, found: Search, top: int) -> None
             f"{step.iteration_s:.3f}",
             f"{step.mfu():.1%}",
             f"{step.tokens_per_s:,.0f}",
-            f"{step.memory_bytes / GIB:.1f}",
+            f"{candidate.needed_bytes / GIB:.1f}",
             *(f"{seconds / step.iteration_s:.1%}" for seconds in exposed),
         )
-    _print(console, table)
+    console.print(table)
     _show_parts(console, found)
     if own is None:
         console.print("The layout that the experiment names is not among them.", highlight=False)
@@ -110,7 +112,7 @@ def show_rejected(console: Console, found: Search) -> None:
     near = _near_misses(found)
     if near is None or found.limit_bytes is None:
         return
-    needs = f"{near.prediction.memory_bytes / GIB:.1f} of {found.limit_bytes / GIB:.1f} GiB"
+    needs = f"{near.needed_bytes / GIB:.1f} of {found.limit_bytes / GIB:.1f} GiB"
     text = (
         f"refused, memory: {len(found.too_large):,}, the quickest {described(near.parallel)}: {needs}, {near.prediction.iteration_s:.3f} s"
     )
@@ -129,9 +131,9 @@ def show_counts(console: Console, plans: Plans, found: Sequence[Search]) -> None
         table.add_column(column, justify="right", no_wrap=True)
     for one in found:
         best, step = one.ranked[0], one.ranked[0].prediction
-        numbers = (f"{step.iteration_s:.3f}", f"{step.mfu():.1%}", f"{step.tokens_per_s:,.0f}", f"{step.memory_bytes / GIB:.1f}")
+        numbers = (f"{step.iteration_s:.3f}", f"{step.mfu():.1%}", f"{step.tokens_per_s:,.0f}", f"{best.needed_bytes / GIB:.1f}")
         table.add_row(f"{one.devices:,}", *_layout_cells(best), *numbers, f"{len(one.ranked):,}")
-    _print(console, table)
+    console.print(table)
 
 
 def show_compiled(console: Console, plans: Plans, ranked: Sequence[Candidate], answers: Sequence[Mapping[str, Any]]) -> None:
@@ -141,13 +143,13 @@ def show_compiled(console: Console, plans: Plans, ranked: Sequence[Candidate], a
         table.add_column(column, justify="right", no_wrap=True)
     for candidate, answer in zip(ranked, answers, strict=False):
         step = candidate.prediction
-        simulated = f"{step.memory_bytes / GIB:.1f}", f"{step.iteration_s:.3f}"
+        simulated = f"{candidate.needed_bytes / GIB:.1f}", f"{step.iteration_s:.3f}"
         if "error" in answer:
             table.add_row(str(answer["rank"]), simulated[0], "-", "no", simulated[1], "-")
             continue
         peak, fits = f"{answer['peak_bytes'] / GIB:.1f} of {answer['device_bytes'] / GIB:.1f}", "yes" if answer["fits"] else "no"
         table.add_row(str(answer["rank"]), simulated[0], peak, fits, simulated[1], f"{answer['modelled_step_s']:.3f}")
-    _print(console, table)
+    console.print(table)
     for answer in answers:
         if "error" in answer:
             console.print(Text(f"{answer['rank']}: {answer['error']}", style="red"), soft_wrap=True)
@@ -160,7 +162,7 @@ def written_plan(plans: Plans, best: Candidate) -> str:
     lines = (
         f"Layout found by `megascale plan` for {step.devices:,} x {plans.base.system.device}, techniques of {plans.program}.",
         f"Simulated, not measured: {step.iteration_s:.3f} s a step, MFU {step.mfu():.1%}, {step.tokens_per_s:,.0f} tokens/s,",
-        f"{step.memory_bytes / GIB:.1f}{limit} GiB of a device for states and activations.",
+        f"{best.needed_bytes / GIB:.1f}{limit} GiB of a device for state, activations and buffers.",
     )
     return "".join(f"# {line}\n" for line in lines) + dump_yaml(best.experiment(plans.base))
 
@@ -175,12 +177,7 @@ def _show_parts(console: Console, found: Search) -> None:
         shares = [getattr(item.prediction.times, part) / item.prediction.iteration_s for item in best]
         if any(shares):
             table.add_row(label, *(f"{100 * share:.1f}" for share in shares))
-    _print(console, table)
-
-
-def _print(console: Console, table: Table) -> None:
-    """Whole, also where the terminal is narrower: it wraps lines, which loses less than cells that are cut."""
-    console.print(table, width=max(console.width, 132), crop=False, soft_wrap=True)
+    console.print(table)
 
 
 def _layout_cells(candidate: Candidate) -> list[str]:
@@ -202,6 +199,7 @@ def _candidate_data(rank: int | None, candidate: Candidate) -> dict[str, Any]:
         "mfu": step.mfu("causal"),
         "mfu_full": step.mfu("full"),
         "tokens_per_s": step.tokens_per_s,
+        "needed_bytes": candidate.needed_bytes,
         "state_bytes": step.state_bytes,
         "activation_bytes": step.activation_bytes,
         "device_bytes": step.device_bytes,

@@ -101,7 +101,8 @@ def predict(experiment: Experiment, software: SoftwareConfig | None = None) -> P
     """
     software = software or load_document("software", SOFTWARE, SoftwareConfig)
     work, device = Work.of(experiment), Device.of(experiment.system)
-    state, activations = memory_of(experiment, work, software)
+    state = state_bytes(experiment)
+    held = state.weights + state.gradients
     return Prediction(
         times=iteration_times(work, device, software),
         devices=work.devices,
@@ -110,18 +111,10 @@ def predict(experiment: Experiment, software: SoftwareConfig | None = None) -> P
         model_flops=work.model_flops("full"),
         causal_flops=work.model_flops("causal"),
         peak=device.peak,
-        state_bytes=state,
-        activation_bytes=activations,
+        state_bytes=state.master_and_moments + (held / work.data if software.weights_sharded else held),
+        activation_bytes=activation_bytes(work, software),
         device_bytes=device.memory_bytes,
     )
-
-
-def memory_of(experiment: Experiment, work: Work, software: SoftwareConfig) -> tuple[float, float]:
-    """Bytes of states and of activations on one device; ``work`` is the experiment's."""
-    state = state_bytes(experiment)
-    held = state.weights + state.gradients
-    states = state.master_and_moments + (held / work.data if software.weights_sharded else held)
-    return states, activation_bytes(work, software)
 
 
 def iteration_times(work: Work, device: Device, software: SoftwareConfig) -> Times:

@@ -1,8 +1,8 @@
 """All layouts of a model on so many devices: which divide, which fit into memory, and how long a step of each would take. No JAX.
 
 A *layout* is tensor, pipe, virtual stages, data, micro-batch and remat; whatever else an experiment says stays. What divides is judged
-by the rules of `config/checks.py`, seconds and bytes are those of `analytic.predict`, so a layout that is ranked is an experiment that
-loads, and predicts the same. Layers are placed evenly: lists of uneven stages (``parallel.layers``) are not searched.
+by the rules of `config/checks.py`, seconds are those of `analytic.predict`, bytes those of this trainer's own step (`step_memory.py`). So a
+layout that is ranked is an experiment that loads, and predicts the same. Layers are placed evenly: ``parallel.layers`` is not searched.
 
 Only divisors are tried, thus thousands of layouts at most. What is refused early (a tensor size, a pair of tensor and pipe) is counted
 once, not for each layout that it would have led to.
@@ -19,6 +19,7 @@ from megascale_jax.config.schema import Experiment, ParallelConfig
 from megascale_jax.config.software import SoftwareConfig
 from megascale_jax.errors import ConfigError
 from megascale_jax.sim.analytic import Prediction, predict
+from megascale_jax.sim.step_memory import step_bytes
 
 FIELDS = ("tensor", "pipe", "virtual_stages", "data", "micro_batch_size", "remat")
 """Fields of ``parallel`` that are searched."""
@@ -31,10 +32,11 @@ type Pins = Mapping[str, int | str]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout and its step."""
+    """A layout, its step, and the peak bytes of it on one device."""
 
     parallel: ParallelConfig
     prediction: Prediction
+    needed_bytes: float
 
     @property
     def layout(self) -> dict[str, Any]:
@@ -110,7 +112,7 @@ class Refusals:
 def search(base: Experiment, devices: int, software: SoftwareConfig, pins: Pins | None = None, margin: float = FITS) -> Search:
     """Rank all layouts of an experiment's model and batch on ``devices`` devices of its system.
 
-    ``margin``: share of a device's memory that states and activations may use. Raises ConfigError when the devices fill no whole nodes,
+    ``margin``: share of a device's memory that a step may use. Raises ConfigError when the devices fill no whole nodes,
     and when the experiment is wrong whatever its layout. Nothing ranked is no error: `search_advice.py` says why.
     """
     check_count(base, devices)
@@ -120,9 +122,8 @@ def search(base: Experiment, devices: int, software: SoftwareConfig, pins: Pins 
     memory_gib = base.system.memory_gib
     limit = None if memory_gib is None else margin * memory_gib * GIB
     for plan in layouts(base, devices, pins or {}, refusals):
-        found = Candidate(plan.parallel, predict(plan, software))
-        fits = limit is None or (found.prediction.memory_bytes <= limit and not problems_of(plan, ["memory"]))
-        (ranked if fits else too_large).append(found)
+        found = Candidate(plan.parallel, predict(plan, software), step_bytes(plan).total)
+        (ranked if limit is None or found.needed_bytes <= limit else too_large).append(found)
     ranked.sort(key=_order)
     too_large.sort(key=_order)
     return Search(devices, limit, tuple(ranked), tuple(too_large), refusals.listed)
@@ -210,4 +211,4 @@ def _sizes(pin: int | str | None, number: int, most: int) -> list[int]:
 def _order(found: Candidate) -> tuple[float, float, int, int]:
     """Quickest first; of equals the smaller, then the one of shallower chunks, which compile faster."""
     parallel, step = found.parallel, found.prediction
-    return step.iteration_s, step.memory_bytes, -(parallel.virtual_stages or 1), REMATS.index(parallel.remat)
+    return step.iteration_s, found.needed_bytes, -(parallel.virtual_stages or 1), REMATS.index(parallel.remat)

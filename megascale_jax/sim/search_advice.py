@@ -9,9 +9,8 @@ from megascale_jax.config.memory import FITS, GIB
 from megascale_jax.config.schema import Experiment, ParallelConfig, SystemConfig
 from megascale_jax.config.software import SoftwareConfig
 from megascale_jax.errors import ConfigError
-from megascale_jax.sim.analytic import memory_of
 from megascale_jax.sim.search import REMATS, Candidate, Pins, Search, check_count, described, divisors, layouts, search, with_layout
-from megascale_jax.sim.work import Work
+from megascale_jax.sim.step_memory import step_bytes
 
 
 def why_none(base: Experiment, found: Search, software: SoftwareConfig, pins: Pins | None = None, margin: float = FITS) -> str:
@@ -26,8 +25,8 @@ def why_none(base: Experiment, found: Search, software: SoftwareConfig, pins: Pi
             f"no layout{given} divides {found.devices:,} devices and {base.train.global_batch_size:,} rows; {nearest}. Reasons: {reasons}"
         )
     assert found.limit_bytes is not None, "without a limit everything fits"
-    least = min(found.too_large, key=lambda item: item.prediction.memory_bytes)
-    needed = least.prediction.memory_bytes
+    least = min(found.too_large, key=lambda item: item.needed_bytes)
+    needed = least.needed_bytes
     ways = list(_ways(base, found, least, software, pins, margin)) or ["a smaller model"]
     return (
         f"no layout{given} fits: the least memory is {needed / GIB:.1f} GiB a device ({described(least.parallel)}), but {margin:.0%} of "
@@ -56,7 +55,7 @@ def nearest_counts(base: Experiment, devices: int, pins: Pins | None = None) -> 
     return [*([max(below)] if below else []), *([min(above)] if above else [])]
 
 
-def least_count(base: Experiment, above: int, software: SoftwareConfig, pins: Pins | None = None, margin: float = FITS) -> int | None:
+def least_count(base: Experiment, above: int, pins: Pins | None = None, margin: float = FITS) -> int | None:
     """The smallest number of devices beyond ``above`` on which some layout fits; ``None`` if more devices never help.
 
     One row a micro-batch keeps least, so no other is tried.
@@ -72,7 +71,7 @@ def least_count(base: Experiment, above: int, software: SoftwareConfig, pins: Pi
             continue
         for remat in remats:
             one = with_layout(plan, remat=remat)
-            if sum(memory_of(one, Work.of(one), software)) <= margin * memory_gib * GIB:
+            if step_bytes(one).total <= margin * memory_gib * GIB:
                 best = count
                 break
     return best
@@ -111,9 +110,9 @@ def _ways(base: Experiment, found: Search, least: Candidate, software: SoftwareC
     if pins and (freed := search(base, found.devices, software, {}, margin)).ranked:
         best = freed.ranked[0].parallel
         yield f"without what is pinned, {len(freed.ranked)} layouts, the quickest with {described(best)}"
-    if count := least_count(base, found.devices, software, pins, margin):
+    if count := least_count(base, found.devices, pins, margin):
         yield f"{count:,} devices"
-    needed_gib = least.prediction.memory_bytes / GIB / margin
+    needed_gib = least.needed_bytes / GIB / margin
     if systems := _systems_with(needed_gib, base.system):
         yield f"system {' or '.join(systems)}"
     yield f"a device of {needed_gib:.1f} GiB"

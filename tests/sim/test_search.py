@@ -7,16 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale_jax.config.checks import check
-from megascale_jax.config.load import load_document, load_experiment, with_overrides
+from megascale_jax.config.load import load_document, load_experiment
 from megascale_jax.config.schema import Experiment
 from megascale_jax.config.software import SoftwareConfig
 from megascale_jax.errors import ConfigError
 from megascale_jax.sim.analytic import predict
 from megascale_jax.sim.search import FIELDS, REMATS, check_base, search, with_layout
 from megascale_jax.sim.search_advice import change_of, least_count, nearest_counts, nearest_fits, why_none
+from megascale_jax.sim.step_memory import step_bytes
 
 SOFTWARE = load_document("software", "megascale", SoftwareConfig)
 LARGE = load_experiment("gpt-175b")
+FEW_ROWS = LARGE.model_copy(update={"train": LARGE.train.model_copy(update={"global_batch_size": 768})})
 SMALL = load_experiment("gpt-1b", ["model.num_layers=12", "train.global_batch_size=48"], checked=False)
 
 
@@ -26,6 +28,10 @@ def layout_of(plan):
 
 def layouts_in(found):
     return {tuple(item.layout.values()) for item in found.ranked}
+
+
+def with_memory(plan, memory_gib):
+    return plan.model_copy(update={"system": plan.system.model_copy(update={"memory_gib": memory_gib})})
 
 
 def accepted(plan):
@@ -76,8 +82,8 @@ def brute_force(base, devices, limit_bytes):
             continue  # `check` says the same, slowly
         for remat in REMATS:
             plan = with_layout(base, tensor=tensor, pipe=pipe, virtual_stages=chunks, data=data, micro_batch_size=rows, remat=remat)
-            if accepted(plan) and (prediction := predict(plan, SOFTWARE)).memory_bytes <= limit_bytes:
-                found[layout_of(plan)] = prediction
+            if accepted(plan) and step_bytes(plan).total <= limit_bytes:
+                found[layout_of(plan)] = predict(plan, SOFTWARE)
     return found
 
 
@@ -119,7 +125,7 @@ def test_every_ranked_layout_of_the_largest_run_is_an_experiment_that_predicts_t
         check(plan)
         assert plan == item.experiment(LARGE) and item.prediction == predict(plan, SOFTWARE)
         assert item.prediction.devices == 12288
-        assert item.prediction.memory_bytes <= found.limit_bytes == 0.9 * 79.2 * 2**30
+        assert item.needed_bytes == step_bytes(plan).total <= found.limit_bytes == 0.9 * 79.2 * 2**30
     assert {item.reason for item in found.rejected} == {"node", "batch", "layers"}
 
 
@@ -167,44 +173,40 @@ def test_pins_that_nothing_meets_have_their_reason(pins, reason, says):
 
 
 def test_counts_that_nothing_divides_have_the_nearest_that_work():
-    for count in (7, 12280, 12296):
-        found = search(LARGE, count, SOFTWARE)
+    for count in (7, 1072):
+        found = search(FEW_ROWS, count, SOFTWARE)
         assert not found.ranked and not found.too_large
-        near = nearest_counts(LARGE, count)
+        near = nearest_counts(FEW_ROWS, count)
         for good in near:
-            again = search(LARGE, good, SOFTWARE)
+            again = search(FEW_ROWS, good, SOFTWARE)
             assert again.ranked or again.too_large
         between = range(near[0] + 1, near[-1]) if len(near) == 2 else range(0)
         for bad in between:
             if bad <= 8 or bad % 8 == 0:
-                none = search(LARGE, bad, SOFTWARE)
+                none = search(FEW_ROWS, bad, SOFTWARE)
                 assert not none.ranked and not none.too_large, bad
-        assert f"nearest counts that work: {', '.join(f'{good:,}' for good in near)}" in why_none(LARGE, found, SOFTWARE)
+        assert f"nearest counts that work: {', '.join(f'{good:,}' for good in near)}" in why_none(FEW_ROWS, found, SOFTWARE)
 
 
 def test_where_nothing_fits_each_way_out_is_one():
-    found = search(LARGE, 32, SOFTWARE)
+    found = search(FEW_ROWS, 32, SOFTWARE)
     assert not found.ranked and found.too_large
-    said = why_none(LARGE, found, SOFTWARE)
-    least = min(item.prediction.memory_bytes for item in found.too_large)
+    said = why_none(FEW_ROWS, found, SOFTWARE)
+    least = min(item.needed_bytes for item in found.too_large)
     assert f"the least memory is {least / 2**30:.1f} GiB a device" in said
-    count = least_count(LARGE, 32, SOFTWARE)
-    assert f"{count:,} devices" in said and search(LARGE, count, SOFTWARE).ranked
+    count = least_count(FEW_ROWS, 32)
+    assert f"{count:,} devices" in said and search(FEW_ROWS, count, SOFTWARE).ranked
     for fewer in range(40, count, 8):
-        assert not search(LARGE, fewer, SOFTWARE).ranked
-    assert "system h200 or b200" not in said or search(with_overrides(LARGE, ["system.memory_gib=139"]), 32, SOFTWARE).ranked
+        assert not search(FEW_ROWS, fewer, SOFTWARE).ranked
+    assert "system h200 or b200" not in said or search(with_memory(FEW_ROWS, 139.0), 32, SOFTWARE).ranked
     needed = float(said.rpartition("a device of ")[2].removesuffix(" GiB"))
     for memory_gib, fits in ((needed + 0.1, True), (needed - 0.1, False)):
-        bare = LARGE.model_copy(update={"system": LARGE.system.model_copy(update={"memory_gib": memory_gib})})
-        assert bool(search(bare, 32, SOFTWARE).ranked) == fits
+        assert bool(search(with_memory(FEW_ROWS, memory_gib), 32, SOFTWARE).ranked) == fits
 
 
 def test_what_is_pinned_is_blamed_where_it_is_to_blame():
     pins = {"tensor": 1, "pipe": 1}
-    small = with_overrides(
-        load_experiment("gpt-13b"),
-        ["parallel.data=64", "parallel.tensor=1", "system.memory_gib=79.1"],
-    )
+    small = load_experiment("gpt-13b")
     found = search(small, 64, SOFTWARE, pins)
     assert not found.ranked and found.too_large
     assert "without what is pinned" in why_none(small, found, SOFTWARE, pins)
@@ -220,8 +222,7 @@ def test_the_nearest_layouts_that_fit_differ_least():
 
 
 def test_no_memory_is_no_limit():
-    unknown = LARGE.model_copy(update={"system": LARGE.system.model_copy(update={"memory_gib": None})})
-    found, limited = search(unknown, 12288, SOFTWARE), search(LARGE, 12288, SOFTWARE)
+    found, limited = search(with_memory(LARGE, None), 12288, SOFTWARE), search(LARGE, 12288, SOFTWARE)
     assert found.limit_bytes is None and not found.too_large
     assert len(found.ranked) == len(limited.ranked) + len(limited.too_large)
 
