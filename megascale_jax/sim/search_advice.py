@@ -80,7 +80,7 @@ def least_count(base: Experiment, above: int, pins: Pins | None = None, margin: 
 def _all_shapes(base: Experiment, pins: Pins) -> Iterator[Experiment]:
     """Every tensor, pipe, chunks and data axis that divide model and batch, on however many devices; one row a micro-batch or the pin."""
     row = pins.get("micro_batch_size", 1)
-    narrow = pins | {"micro_batch_size": row, "remat": pins.get("remat", "none")}
+    narrow: Pins = {**pins, "micro_batch_size": row, "remat": pins.get("remat", "none")}
     batch = base.train.global_batch_size
     tensors = [int(pins["tensor"])] if "tensor" in pins else list(range(1, (base.system.devices_per_node or base.model.num_heads) + 1))
     pipes = [int(pins["pipe"])] if "pipe" in pins else divisors(base.model.num_layers)

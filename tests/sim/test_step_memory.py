@@ -11,7 +11,7 @@ import pytest
 import megascale_jax.sim.step_memory as step_memory
 from megascale_jax.cli.compile import resolve
 from megascale_jax.config.load import load_experiment
-from megascale_jax.sim.search import with_layout
+from megascale_jax.sim.search import FIELDS, with_layout
 from megascale_jax.sim.step_memory import buffer_units, step_bytes
 from megascale_jax.sim.work import Work
 
@@ -50,6 +50,14 @@ def test_constants_are_those_of_the_fit():
 def test_peaks_are_those_of_the_compiler_within_what_is_said(name):
     plan, peak = COMPILED[name]
     assert step_bytes(plan).total == pytest.approx(peak, abs=1.3 * GIB)
+
+
+def test_layouts_that_a_search_found_were_not_fitted_and_are_met_too():
+    answers = json.loads((RESULTS / "plan_compiled.json").read_text())["compiled"]
+    assert len(answers) == 4
+    for answer in answers:
+        plan = with_layout(LARGE, **{name: answer[name] for name in FIELDS})
+        assert step_bytes(plan).total == pytest.approx(answer["peak_bytes"], abs=1.85 * GIB)
 
 
 def test_what_is_counted_alone_tells_the_plans_of_one_model_apart():
