@@ -8,7 +8,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from megascale_jax.cli.plan_report import WIDTH, Plans, search_data, show_compiled, show_counts, show_rejected, show_search, written_plan
+from megascale_jax.cli.job import wide_console
+from megascale_jax.cli.plan_report import Plans, search_data, show_compiled, show_counts, show_rejected, show_search, written_plan
 from megascale_jax.cli.simulate import counts_of, program_and_changes
 from megascale_jax.config import search as files
 from megascale_jax.config.layout import MeshShape
@@ -82,7 +83,7 @@ def plan(
         _check_compile(base)
     found, invalid = _searches(base, counts, techniques, pins, memory_margin)
     plans = Plans(base, program[0], memory_margin, pins)
-    console = Console(width=max(WIDTH, Console().width))
+    console = wide_console()
     data = plans.as_data() | {
         "searches": [search_data(plans, one) for one in found],
         "invalid": [{"devices": count, "reason": reason} for count, reason in invalid],

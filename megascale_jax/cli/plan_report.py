@@ -28,9 +28,7 @@ _REASONS: Mapping[str, str] = {
     "batch": "batch does not divide",
     "layers": "layers do not divide",
 }
-WIDTH = 132
-"""Columns that the tables take. A narrower terminal wraps their lines, which loses less than cells that are cut."""
-_COLUMNS = ("tensor", "pipe", "v", "data", "rows", "remat")
+_COLUMNS = ("tensor", "pipe", "v", "data", "rows", "remat", "m")
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ def show_search(console: Console, plans: Plans, found: Search, top: int) -> None
         exposed = (times.bubble_s, times.tensor_s, times.pipe_s, times.data_s)
         table.add_row(
             f"{rank}{' own' if rank == own else ''}",
-            *_layout_cells(candidate),
+            *_layout_cells(plans.base, candidate),
             f"{step.iteration_s:.3f}",
             f"{step.mfu():.1%}",
             f"{step.tokens_per_s:,.0f}",
@@ -132,7 +130,7 @@ def show_counts(console: Console, plans: Plans, found: Sequence[Search]) -> None
     for one in found:
         best, step = one.ranked[0], one.ranked[0].prediction
         numbers = (f"{step.iteration_s:.3f}", f"{step.mfu():.1%}", f"{step.tokens_per_s:,.0f}", f"{best.needed_bytes / GIB:.1f}")
-        table.add_row(f"{one.devices:,}", *_layout_cells(best), *numbers, f"{len(one.ranked):,}")
+        table.add_row(f"{one.devices:,}", *_layout_cells(plans.base, best), *numbers, f"{len(one.ranked):,}")
     console.print(table)
 
 
@@ -180,8 +178,10 @@ def _show_parts(console: Console, found: Search) -> None:
     console.print(table)
 
 
-def _layout_cells(candidate: Candidate) -> list[str]:
-    return [f"{value:,}" if isinstance(value, int) else str(value) for value in candidate.layout.values()]
+def _layout_cells(base: Experiment, candidate: Candidate) -> list[str]:
+    """The searched fields, and the micro-batches of a step: with as few as stages there is hardly a tick of both passes."""
+    values = [*candidate.layout.values(), candidate.experiment(base).num_micro_batches]
+    return [f"{value:,}" if isinstance(value, int) else str(value) for value in values]
 
 
 def _near_misses(found: Search) -> Candidate | None:

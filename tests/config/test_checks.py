@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from megascale_jax.config.checks import check, difference_blocks_resume, nearest_multiples
+from megascale_jax.config.checks import LAYOUT_RULES, RULES, check, difference_blocks_resume, nearest_multiples, problems_of
 from megascale_jax.config.difference import differences
 from megascale_jax.config.load import load_experiment
 from megascale_jax.config.schema import Experiment
