@@ -140,6 +140,12 @@ def test_nearest_multiples_lie_on_both_sides(size, factor, text):
     assert nearest_multiples(size, factor) == text
 
 
+def test_rules_can_be_asked_by_name():
+    plan = changed(parallel__tensor=8, train__schedule__warmup_steps=1000)
+    assert {name for name in RULES if problems_of(plan, [name])} == {"heads", "training"}
+    assert len(problems_of(plan)) == 2 and problems_of(plan, LAYOUT_RULES) == problems_of(plan, ["heads"])
+
+
 def test_resume_allows_what_decides_no_number_and_blocks_the_rest():
     free = {
         "train__steps": 600,
