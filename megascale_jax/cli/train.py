@@ -49,7 +49,8 @@ def train(
     check_json_path(json)
     resolved = load_experiment(experiment, overrides or [])
     # JAX is imported from here on, after everything that can be refused without it.
-    from megascale_jax.comm.init import Processes, cache_folder, check_platform, start
+    from megascale_jax.comm.cache import cache_folder
+    from megascale_jax.comm.init import Processes, check_platform, start
     from megascale_jax.config.layout import MeshShape
     from megascale_jax.data.select import open_training_data
     from megascale_jax.train.folder import RunFolder

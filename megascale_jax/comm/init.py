@@ -8,11 +8,11 @@ import ipaddress
 import logging
 import os
 import socket
-from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 
+from megascale_jax.comm.cache import cache_folder
 from megascale_jax.comm.compile_cache import keep_compiled
 from megascale_jax.comm.flags import prepare_process
 from megascale_jax.comm.processes import Processes
@@ -23,16 +23,9 @@ START_TIMEOUT_S = 120
 CPU_THREADS_PER_DEVICE = 8
 """More than the collectives that one device may wait in at a time."""
 CPU_COLLECTIVE_TIMEOUT_S = 300
-CACHE = "MEGASCALE_CACHE"
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 
 _logger = logging.getLogger(__name__)
-
-
-def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where compiled programs and prepared corpora are kept: ``$MEGASCALE_CACHE``, else ``~/.cache/megascale_jax``."""
-    chosen = environment.get(CACHE)
-    return Path(chosen).expanduser() if chosen else Path("~/.cache/megascale_jax").expanduser()
 
 
 def check_platform(platform: str, devices: Path = Path("/dev")) -> None:

@@ -56,8 +56,8 @@ def explain(error: ValidationError, root: type[BaseModel], data: Mapping[str, ob
     for problem in error.errors():
         path, field = _field_at(root, problem["loc"])
         key = ".".join(path)
-        if field is None:
-            lines.setdefault(key, f"{key}: {problem['msg']}")
+        if field is None or problem["type"] == "value_error":  # a rule of a whole section has words of its own
+            lines.setdefault(key, f"{key}: {problem['msg'].removeprefix('Value error, ')}")
             continue
         found, value = _value_at(data, path)
         got = f"got {_shown(value)}" if found else "missing"

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megascale_jax.config.cluster import ClusterConfig
 from megascale_jax.config.hardware import HardwareConfig
+from megascale_jax.config.network import NetworkConfig
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -179,6 +180,7 @@ class SystemConfig(Section):
     limits: LimitsConfig = Field(default=LimitsConfig(), description="time-outs of a run on GPUs")
     rates: RatesConfig | None = Field(default=None, description="achieved rates for `megascale compile`; null: none known")
     hardware: HardwareConfig | None = Field(default=None, description="constants for `megascale simulate`; null: none known")
+    network: NetworkConfig | None = Field(default=None, description="the cluster's CLOS for `megascale network`; null: none known")
 
 
 class OptimizerConfig(Section):

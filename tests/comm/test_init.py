@@ -12,7 +12,8 @@ import pytest
 
 from megascale_jax.cluster.ports import free_ports
 from megascale_jax.comm import init
-from megascale_jax.comm.init import Processes, cache_folder
+from megascale_jax.comm.cache import cache_folder
+from megascale_jax.comm.init import Processes
 from megascale_jax.config.schema import SystemConfig
 from megascale_jax.errors import UsageError
 
