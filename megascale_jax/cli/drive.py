@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
@@ -51,6 +51,9 @@ def drive(
     ] = BackendName.LOCAL,
     nodes: Annotated[int, typer.Option(min=1, help="nodes that train")] = 1,
     spares: Annotated[int, typer.Option(min=0, help="further nodes that stand by")] = 0,
+    node_order: Annotated[
+        Path | None, typer.Option(help="file with the nodes in the order of their ranks, of `megascale place`", show_default=False)
+    ] = None,
     run_folder: Annotated[Path | None, typer.Option(help="where the run lives; default runs/EXPERIMENT", show_default=False)] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="remove an earlier run in that folder and start from step 0")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="port of the control link; 0: any")] = 0,
@@ -105,6 +108,7 @@ def drive(
     command = [sys.executable, "-m", "megascale_jax.cli.main", "train", experiment, *(overrides or []), "--run-folder", str(folder.path)]
     relay = parse_address(advertise, "--advertise") if advertise is not None else None
     engine = open_engine(backend, nodes, spares, resolved)
+    ordered = _with_order(resolved, node_order, nodes, spares, None if backend is BackendName.KUBERNETES else engine.names)
     folder.check_clear() if fresh else folder.check(resolved)
     with held(folder.path):
         if fresh and is_under_way(job_folder(folder.path)):
@@ -115,13 +119,24 @@ def drive(
         if fresh:
             with folder.taken(resolved, fresh=True):
                 pass
-        status = _drive(_Request(resolved, folder, command, nodes, engine, port, relay, security, metrics_port, dashboard_port))
+        status = _drive(_Request(ordered, folder, command, nodes, engine, port, relay, security, metrics_port, dashboard_port))
     if status is not None:
         if json is not None:
             write_json(json, status)
         if status["exit_code"] == EXIT_NO_NODES and (done := engine.start_over()):
             say(done)
         _end(status)
+
+
+def _with_order(experiment: "Experiment", path: Path | None, nodes: int, spares: int, known: Sequence[str] | None) -> "Experiment":
+    """With the order of a file, if one is given. Raises UsageError for an order that does not fit the nodes."""
+    from megascale_jax.cluster.node_order import check_order, read_names
+
+    order = read_names(path, "--node-order") if path is not None else experiment.cluster.node_order
+    if order:
+        origin = f"--node-order {path}" if path is not None else "cluster.node_order"
+        check_order(order, origin, nodes=nodes, spares=spares, known=known)
+    return experiment.model_copy(update={"cluster": experiment.cluster.model_copy(update={"node_order": tuple(order)})})
 
 
 def open_engine(backend: BackendName, nodes: int, spares: int, experiment: "Experiment") -> "Engine":

@@ -53,6 +53,12 @@ def render(
     topology: Annotated[
         str | None, typer.Option(help="label of machines that nodes should share, such as a rack's", show_default=False)
     ] = None,
+    node_order: Annotated[
+        Path | None,
+        typer.Option(
+            help="file with machines (kubernetes.io/hostname) in the order of their ranks, of `megascale place`", show_default=False
+        ),
+    ] = None,
     port: Annotated[int, typer.Option(min=1024, max=65535, help="of the control link")] = 7070,
     user: Annotated[int, typer.Option(min=1, help="user and group that containers run as; must be able to write the volume")] = 1000,
     retention: Annotated[int, typer.Option(min=0, help="seconds after its end until the JobSet and its logs are deleted")] = 7 * 86400,
@@ -104,6 +110,7 @@ def render(
         dns=tuple(dns_network or ()),
         dns_port=dns_port,
         pull_secret=pull_secret,
+        node_order=_order(node_order, nodes, spares),
     )
     if security is not None and output is None:
         raise UsageError("--security writes Secrets, which are not printed; name a folder with --output")
@@ -114,6 +121,16 @@ def render(
         output.mkdir(parents=True, exist_ok=True)
         (output / MANIFESTS).write_text(text)
     _explain(plan, output, security)
+
+
+def _order(path: Path | None, nodes: int, spares: int) -> tuple[str, ...]:
+    from megascale_jax.cluster.node_order import check_order, read_names
+
+    if path is None:
+        return ()
+    order = read_names(path, "--node-order")
+    check_order(order, f"--node-order {path}", nodes=nodes, spares=spares)
+    return order
 
 
 def _checked(experiment: str, overrides: list[str], nodes: int, gpus_per_node: int) -> "Experiment":

@@ -27,7 +27,7 @@ from megascale_jax.cluster.moves import (
     with_incident,
     with_node,
 )
-from megascale_jax.cluster.seats import seated, wait_s
+from megascale_jax.cluster.seats import seated, wait_s, waits_for_order
 from megascale_jax.cluster.state import (
     CORRUPTION,
     Advanced,
@@ -110,9 +110,11 @@ def deadline(state: State, config: ClusterConfig) -> float | None:
 
 
 def looks_again_at(state: State, config: ClusterConfig) -> float | None:
-    """When the grace of a lost node with a seat ends while seats are being filled."""
+    """When the grace of a lost node with a seat ends while seats are being filled, or the wait for the nodes of an order."""
     if state.phase != Phase.REPLACING:
         return None
+    if (at_s := waits_for_order(state, config)) is not None:
+        return at_s
     lost = [at_s for name in state.seats if name is not None and (at_s := state.nodes[name].lost_at_s) is not None]
     return min(lost) + config.grace_s if lost else None
 

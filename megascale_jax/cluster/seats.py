@@ -1,8 +1,11 @@
 """Which node gets which rank: survivors keep theirs, so that what their hosts hold in memory fits them; spares fill the holes."""
 
+from functools import lru_cache
+
 from megascale_jax.cluster.governance import released
 from megascale_jax.cluster.lifecycle import NodeStatus, Phase
 from megascale_jax.cluster.moves import EXIT_NO_NODES, rewound, to_phase, with_incident
+from megascale_jax.cluster.node_order import natural
 from megascale_jax.cluster.state import Node, Shape, State
 from megascale_jax.config.cluster import ClusterConfig
 from megascale_jax.config.schema import ParallelConfig
@@ -14,6 +17,8 @@ def fill(state: State, at_s: float, config: ClusterConfig) -> tuple[tuple[str | 
     A lost node keeps its seat for ``grace_s``, in which it beats a spare: it has the state in memory. The full size is tried
     first, whatever the last one was.
     """
+    if state.attempt == 0 and config.node_order:
+        return _first_seats(state, at_s, config), False
     number = state.shapes[0].num_nodes if _usable(state) >= state.shapes[0].num_nodes else len(state.seats)
     seats = [*state.seats, *[None] * number][: max(number, len(state.seats))][:number]
     waits = False
@@ -28,14 +33,52 @@ def fill(state: State, at_s: float, config: ClusterConfig) -> tuple[tuple[str | 
     placed = set(seats)
     spares = sorted(
         (name for name, node in state.nodes.items() if name not in placed and node.status in (NodeStatus.READY, NodeStatus.ASSIGNED)),
-        key=lambda name: (name in state.slow, len(state.nodes[name].faults_s), _natural(name)),
+        key=lambda name: (name in state.slow, len(state.nodes[name].faults_s), _place(state, name, config), natural(name)),
     )
     for rank, name in enumerate(seats):
         if name is None and spares:
             seats[rank] = spares.pop(0)
     if state.attempt == 0 and None not in seats:
-        seats.sort(key=lambda name: _natural(name or ""))
+        seats.sort(key=lambda name: natural(name or ""))
     return tuple(seats), waits
+
+
+def _first_seats(state: State, at_s: float, config: ClusterConfig) -> tuple[str | None, ...]:
+    """Seats by the order that was given: for ``wait_s`` each is kept for its node, then others take those of who did not come."""
+    number = state.shapes[0].num_nodes
+    usable = sorted(
+        (name for name, node in state.nodes.items() if _is_usable(node)), key=lambda name: (_place(state, name, config), natural(name))
+    )
+    seats: list[str | None] = [None] * number
+    others = list[str]()
+    for name in usable:
+        place = _place(state, name, config)
+        if place < number and seats[place] is None:
+            seats[place] = name
+        else:
+            others.append(name)
+    if at_s >= state.since_s + config.wait_s:
+        seats = [name or (others.pop(0) if others else None) for name in seats]
+    return tuple(seats)
+
+
+def waits_for_order(state: State, config: ClusterConfig) -> float | None:
+    """When the first seats are no longer kept for the nodes of the order, while enough others are there; None:
+    something else is waited for.
+    """
+    is_kept = state.attempt == 0 and config.node_order and None in state.seats and _usable(state) >= state.shapes[0].num_nodes
+    return state.since_s + config.wait_s if is_kept else None
+
+
+def _place(state: State, name: str, config: ClusterConfig) -> int:
+    """Place of a node in the order, by the machine that it is on or by its own name; behind all others when it is not in it."""
+    places = _places(config.node_order)
+    return places.get(state.nodes[name].machine, places.get(name, len(places)))
+
+
+@lru_cache(maxsize=4)
+def _places(order: tuple[str, ...]) -> dict[str, int]:
+    return {name: place for place, name in enumerate(order)}
 
 
 def seated(state: State, at_s: float, config: ClusterConfig) -> State:
@@ -101,8 +144,3 @@ def _usable(state: State) -> int:
 
 def _is_usable(node: Node) -> bool:
     return node.status in (NodeStatus.READY, NodeStatus.ASSIGNED)
-
-
-def _natural(name: str) -> tuple[str, int]:
-    stem = name.rstrip("0123456789")
-    return stem, int(name[len(stem) :] or 0)

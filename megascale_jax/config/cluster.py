@@ -151,6 +151,11 @@ class ClusterConfig(_Section):
     grace_s: Seconds = Field(default=10.0, description="a lost node that returns within this keeps its place; then a spare takes it")
     wait_s: Seconds = Field(default=600.0, description="longest wait for enough nodes before the run shrinks or ends")
     first_wait_s: Seconds = Field(default=7200.0, description="longest wait for enough nodes before the first start: images, new machines")
+    node_order: tuple[str, ...] = Field(
+        default=(),
+        description="nodes, or the machines they are on, in the order of their ranks, then the spares (`megascale place`, --node-order); "
+        "those missing at the first start are waited for wait_s; []: by name",
+    )
     warm: bool = Field(default=True, description="each node keeps a process with its imports done, seconds nearer to the next start")
     shrink: bool = Field(default=False, description="go on with a smaller data-parallel size when no node is left, and grow back later")
     strikes: AtLeastOne = Field(default=3, description="unexplained faults of one node within strike_window_s that evict it")

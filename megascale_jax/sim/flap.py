@@ -1,13 +1,13 @@
 """A link that goes down for some seconds and comes back: what a time-out costs when it is short, and when it is long.
 
-A NIC that hears nothing sends again: try ``k`` of ``retries`` comes after ``k`` time-outs of 4.096 us x 2^exponent (InfiniBand and RoCE; NCCL
-sets the exponent with NCCL_IB_TIMEOUT and the retries with NCCL_IB_RETRY_CNT). A flap that ends before the last try stalls the job until the
-first try after it; a longer one is an error one time-out after that try, and the job starts again from a checkpoint. The run's own limit of a
-step ends what hangs longer. So short time-outs lose jobs, long ones lose time, also when a link never comes back, and between them lies a
-plateau (the MegaScale paper, sections 3.6 and 6.3, tells of both ends).
+A NIC that hears nothing sends again: try ``k`` of ``retries`` comes after ``k`` time-outs of 4.096 us x 2^exponent (InfiniBand and RoCE;
+NCCL sets the exponent with NCCL_IB_TIMEOUT and the retries with NCCL_IB_RETRY_CNT). A flap that ends before the last try stalls the job
+until the first try after it; a longer one is an error one time-out after that try, and the job starts again from a checkpoint. The run's
+own limit of a step ends what hangs longer. So short time-outs lose jobs, long ones lose time, also when a link never comes back, and
+between them lies a plateau (the MegaScale paper, sections 3.6 and 6.3, tells of both ends).
 
-*Adaptive* retransmission (the NIC's ``adap_retrans``, whose algorithm is not published) is modelled as *assumed*: the first tries come soon and
-each waits twice as long as the last, up to the time-out; when the last one comes stays the same.
+*Adaptive* retransmission (the NIC's ``adap_retrans``, whose algorithm is not published) is modelled as *assumed*: the first tries come soon
+and each waits twice as long as the last, up to the time-out; when the last one comes stays the same.
 
 Flaps have a length with an exponential distribution, the one that is fixed by a mean alone. All costs are job seconds of one flap.
 """
@@ -69,8 +69,8 @@ class Flaps:
         """Checks."""
         if self.mean_s <= 0 or self.restart_s < 0 or not 0 <= self.broken <= 1:
             raise ConfigError(
-                f"got flaps of {self.mean_s} s, restarts of {self.restart_s} s and a share {self.broken} of broken links, expected more than "
-                "0, at least 0, and a share from 0 to 1"
+                f"got flaps of {self.mean_s} s, restarts of {self.restart_s} s and a share {self.broken} of broken links; expected more "
+                "than 0, at least 0, and a share from 0 to 1"
             )
 
 

@@ -11,18 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megascale_jax.cluster.node_order import Hangs
 from megascale_jax.config.layout import MeshShape
 from megascale_jax.config.schema import Experiment
 from megascale_jax.errors import ConfigError
 from megascale_jax.sim.traffic import step_edges
-
-
-@dataclass(frozen=True)
-class Site:
-    """Where a node hangs: names of its ToR set and of the pod of that."""
-
-    tor: str
-    pod: str
 
 
 @dataclass(frozen=True)
@@ -84,7 +77,7 @@ def nodes_needed(experiment: Experiment, devices_per_node: int) -> int:
     return mesh.size // devices_per_node
 
 
-def place(experiment: Experiment, nodes: Sequence[str], sites: Mapping[str, Site], devices_per_node: int) -> Placement:
+def place(experiment: Experiment, nodes: Sequence[str], sites: Mapping[str, Hangs], devices_per_node: int) -> Placement:
     """The best order found of all ``nodes``, given in the order that they would otherwise be used in.
 
     Raises ConfigError for too few nodes, a node twice, or one without a site.
@@ -106,7 +99,7 @@ def place(experiment: Experiment, nodes: Sequence[str], sites: Mapping[str, Site
     return Placement(tuple(candidates[best]), needed, scored[best], scored["as given"], best)
 
 
-def score(experiment: Experiment, order: Sequence[str], sites: Mapping[str, Site], devices_per_node: int) -> Score:
+def score(experiment: Experiment, order: Sequence[str], sites: Mapping[str, Hangs], devices_per_node: int) -> Score:
     """What a step's traffic crosses when the ranks lie in this order of nodes."""
     tor, pod = (np.unique([getattr(sites[name], field) for name in order], return_inverse=True)[1] for field in ("tor", "pod"))
     mesh = MeshShape.of(experiment.parallel)
@@ -122,7 +115,7 @@ def score(experiment: Experiment, order: Sequence[str], sites: Mapping[str, Site
     return Score(tuple(found))
 
 
-def _blocks(nodes: Sequence[str], sites: Mapping[str, Site], size: int, number: int) -> list[str]:
+def _blocks(nodes: Sequence[str], sites: Mapping[str, Hangs], size: int, number: int) -> list[str]:
     """An order in which each of ``number`` blocks of ``size`` nodes lies as near together as the free nodes allow; then the rest."""
     free: dict[str, dict[str, list[str]]] = {}
     for name in nodes:
@@ -142,7 +135,9 @@ def _blocks(nodes: Sequence[str], sites: Mapping[str, Site], size: int, number: 
 
 
 def _whole_blocks(free: dict[str, dict[str, list[str]]], size: int, number: int) -> list[list[str]]:
-    """Blocks under one ToR set each, from the pods with the most of them, and there from the sets that they fill best; taken from ``free``."""
+    """Blocks under one ToR set each, from the pods with the most of them, and there from the sets that they fill
+    best; taken from ``free``.
+    """
     blocks: list[list[str]] = []
     for tors in sorted(free.values(), key=lambda tors: -sum(len(names) // size for names in tors.values())):
         for names in sorted(tors.values(), key=lambda names: len(names) % size):

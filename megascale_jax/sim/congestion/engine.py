@@ -120,7 +120,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Samples:
-    """State every so often: int64[sample, flow] bytes received, float64[sample, flow] round-trip seconds, int64[sample, link] bytes queued."""
+    """State every so often: int64[sample, flow] bytes received, float64[sample, flow] round-trip seconds,
+    int64[sample, link] bytes queued.
+    """
 
     time_s: np.ndarray
     received: np.ndarray

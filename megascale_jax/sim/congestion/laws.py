@@ -91,7 +91,9 @@ def target_delay(flows: FlowStates, flow: int, law: Law) -> float:
 
 @compiled
 def marked_share(flows: FlowStates, flow: int, law: Law, now: int, delay: int) -> float:
-    """What is left of a hybrid's window after a marked packet: 1 - alpha / 2 as of DCQCN's rate, or all when it was cut in this round trip."""
+    """What is left of a hybrid's window after a marked packet: 1 - alpha / 2 as of DCQCN's rate, or all when it was
+    cut in this round trip.
+    """
     if flows.cnp_at[flow] < 0:
         flows.alpha_at[flow] = flows.cnp_at[flow] = now
     decay_alpha(flows, flow, law, now)

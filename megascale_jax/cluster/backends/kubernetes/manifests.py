@@ -6,7 +6,7 @@ It makes the headless Service by which executors find the driver.
 
 from typing import Any
 
-from megascale_jax.cluster.backends.kubernetes.names import DRIVER, EXECUTOR, JOBSET_LABEL, QUEUE_LABEL
+from megascale_jax.cluster.backends.kubernetes.names import DRIVER, EXECUTOR, JOBSET_LABEL, ORDER_FILE, QUEUE_LABEL, order_name
 from megascale_jax.cluster.backends.kubernetes.plan import Plan
 from megascale_jax.cluster.backends.kubernetes.pods import driver_job, executor_job, own_labels, pod_labels
 
@@ -18,7 +18,7 @@ _API_PORTS = (443, 6443)
 
 def render(plan: Plan) -> list[Object]:
     """All objects but the Secrets, in the order in which they are to be made."""
-    return [*_accounts(plan), *_rights(plan), *_networks(plan), *_budget(plan), jobset(plan)]
+    return [*_accounts(plan), *_rights(plan), *_networks(plan), *_budget(plan), *_order(plan), jobset(plan)]
 
 
 def jobset(plan: Plan) -> Object:
@@ -131,6 +131,14 @@ def _budget(plan: Plan) -> list[Object]:
         "selector": {"matchLabels": pod_labels(plan, EXECUTOR)},
     }
     return [_named(plan, "policy/v1", "PodDisruptionBudget", f"{plan.name}-{EXECUTOR}") | {"spec": spec}]
+
+
+def _order(plan: Plan) -> list[Object]:
+    """The order of machines, which the driver goes by; executors are wherever Kubernetes puts them among these."""
+    if not plan.node_order:
+        return []
+    data = {ORDER_FILE: "".join(f"{name}\n" for name in plan.node_order)}
+    return [_named(plan, "v1", "ConfigMap", order_name(plan.name)) | {"data": data}]
 
 
 def _named(plan: Plan, version: str, kind: str, name: str) -> Object:

@@ -31,6 +31,15 @@ def node_name(index: int | str) -> str:
     return f"node-{index}"
 
 
+ORDER_FILE = "nodes"
+"""Of the ConfigMap with an order of machines."""
+
+
+def order_name(jobset: str) -> str:
+    """The ConfigMap with the order of machines of a run."""
+    return f"{jobset}-node-order"
+
+
 def driver_hosts(jobset: str) -> tuple[str, str]:
     """Names of the driver's pod: its own for itself, and the one that other pods of the namespace resolve."""
     own = f"{jobset}-{DRIVER}-0-0"

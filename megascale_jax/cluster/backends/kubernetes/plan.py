@@ -51,6 +51,8 @@ class Plan:
     dns_port: int = 53
     """That the DNS servers themselves listen on."""
     pull_secret: str | None = None
+    node_order: tuple[str, ...] = ()
+    """Machines that executors are to be on, in the order of their ranks, then those of the spares."""
 
     def __post_init__(self) -> None:
         """Raises UsageError for what a cluster would refuse, or would only find out later."""

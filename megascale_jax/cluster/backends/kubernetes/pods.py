@@ -12,10 +12,12 @@ from megascale_jax.cluster.backends.kubernetes.names import (
     JOBSET_VARIABLE,
     LAUNCH_LABEL,
     LAUNCH_VARIABLE,
+    ORDER_FILE,
     QUEUE_TOPOLOGY_ANNOTATION,
     ROLE_LABEL,
     driver_hosts,
     node_name,
+    order_name,
 )
 from megascale_jax.cluster.backends.kubernetes.plan import VOLUME, Plan
 from megascale_jax.cluster.job import SECURITY_VARIABLE
@@ -23,7 +25,7 @@ from megascale_jax.cluster.job import SECURITY_VARIABLE
 _NEVER_FAILS = 2**31 - 1
 _GONE_S = 30
 """After which the driver leaves a machine that is away; Kubernetes alone would wait five minutes."""
-_SECURITY, _TOKEN, _SCRATCH = "/security", "/token/node", "/scratch"
+_SECURITY, _TOKEN, _SCRATCH, _ORDER = "/security", "/token/node", "/scratch", "/node-order"
 
 Object = dict[str, Any]
 
@@ -35,6 +37,7 @@ def driver_job(plan: Plan) -> Object:
         "args": [
             *("--backend", "kubernetes", "--nodes", str(plan.nodes), "--spares", str(plan.spares)),
             *("--port", str(plan.port), "--run-folder", plan.folder),
+            *(("--node-order", f"{_ORDER}/{ORDER_FILE}") if plan.node_order else ()),
         ],
         "ports": [{"name": "control", "containerPort": plan.port}],
         "resources": {"requests": {"cpu": "1", "memory": "2Gi"}, "limits": {"memory": "4Gi"}},
@@ -49,6 +52,9 @@ def driver_job(plan: Plan) -> Object:
         for key in ("not-ready", "unreachable")
     ]
     spec = _pod(plan, DRIVER, container) | {"automountServiceAccountToken": True, "tolerations": away, "terminationGracePeriodSeconds": 30}
+    if plan.node_order:
+        spec["volumes"] += [{"name": "node-order", "configMap": {"name": order_name(plan.name)}}]
+        container["volumeMounts"] += [{"name": "node-order", "mountPath": _ORDER, "readOnly": True}]
     return _job(plan, DRIVER, 1, DRIVER_RESTARTS, spec)
 
 
@@ -159,6 +165,9 @@ def _affinity(plan: Plan) -> Object:
     selector = {"matchLabels": pod_labels(plan, EXECUTOR)}
     apart = [{"topologyKey": HOST_LABEL, "labelSelector": selector}]
     found: Object = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": apart}}
+    if plan.node_order:
+        named = {"matchExpressions": [{"key": HOST_LABEL, "operator": "In", "values": list(plan.node_order)}]}
+        found["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [named]}}
     if plan.topology and not plan.queue:
         term = {"weight": 100, "podAffinityTerm": {"topologyKey": plan.topology, "labelSelector": selector}}
         found["podAffinity"] = {"preferredDuringSchedulingIgnoredDuringExecution": [term]}
