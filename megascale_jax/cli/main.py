@@ -30,6 +30,8 @@ from megascale_jax.cli import (
     job,
     keep,
     launch,
+    network,
+    place,
     plan,
     profile,
     report,
@@ -71,6 +73,8 @@ app.command("drive")(drive.drive)
 app.command("execute")(drive.execute)
 app.add_typer(job.app, name="job")
 app.add_typer(launch.app, name="launch")
+app.command("place")(place.place)
+app.command("network")(network.network)
 app.command("drill")(drill.drill)
 app.command("sample")(sample.sample)
 app.command("compare")(compare.compare)

@@ -51,9 +51,11 @@ __all__ = [
     "Difference",
     "differences",
     "dump_yaml",
+    "is_experiment",
     "list_experiments",
     "load_document",
     "load_experiment",
+    "load_system",
     "read_resolved",
     "with_overrides",
 ]
@@ -77,6 +79,20 @@ def load_experiment(name_or_path: str, overrides: Sequence[str] = (), *, checked
     if checked:
         check(experiment)
     return experiment
+
+
+def is_experiment(name_or_path: str) -> bool:
+    """Whether `load_experiment` would look for it: the path of a YAML file, or a known name, or one that is no system's either."""
+    trees = search.config_trees()
+    is_path = name_or_path.endswith((".yaml", ".yml")) or "/" in name_or_path
+    return is_path or name_or_path in search.names(search.EXPERIMENT, trees) or name_or_path not in search.names("system", trees)
+
+
+def load_system(name: str, overrides: Sequence[str] = ()) -> SystemConfig:
+    """A system by name, without an experiment around it; ``overrides`` as an experiment's, ``system.memory_gib=79``. Raises ConfigError."""
+    if others := [one for one in overrides if not one.startswith("system.")]:
+        raise ConfigError(f"command line: got {others[0]}, but {name} is a system; expected keys such as system.memory_gib")
+    return load_document("system", name, SystemConfig, [one.removeprefix("system.") for one in overrides])
 
 
 def with_overrides(experiment: Experiment, overrides: Sequence[str]) -> Experiment:

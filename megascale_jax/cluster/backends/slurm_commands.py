@@ -87,6 +87,10 @@ class Slurm:
         """States by name."""
         return parse_nodes(self._run(["scontrol", "--oneliner", "show", "node", ",".join(names)], COMMAND_LIMIT_S))
 
+    def topology(self) -> str:
+        """Switches, a line each, as far as Slurm knows them."""
+        return self._run(["scontrol", "--oneliner", "show", "topology"], COMMAND_LIMIT_S)
+
     def job(self, job: str) -> JobState:
         """A job."""
         return parse_job(self._run(["scontrol", "--oneliner", "show", "job", job], COMMAND_LIMIT_S))
