@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from megascale_jax.config.network import NetworkConfig
     from megascale_jax.config.schema import Experiment, SystemConfig
 
+WIDTH = 132
+"""Columns of a terminal that the tables need; in a narrower one it breaks their lines, which keeps every number whole."""
 UPLINK_TRIALS = 4000
 FLAPS = 20_000
 """Trials of one seed."""
@@ -58,7 +60,7 @@ def network(
     system = experiment.system if experiment is not None else load_system(name, overrides or [])
     if system.network is None and study is not Study.FLAP:
         raise ConfigError(f"system.network of {system.device} is null; take a system that has one, such as system=a100, or set its fields")
-    console = Console()
+    console = Console(width=max(Console().width, WIDTH))
     match study:
         case Study.ECMP:
             found = _ecmp(console, _fabric(system), _nodes(experiment), seeds)
