@@ -82,13 +82,13 @@ class RealSlurm:
 
 
 @contextmanager
-def real_slurm(folder: Path, nodes: int) -> Iterator[RealSlurm]:
-    """Start everything, wait until the nodes are idle; afterwards end everything, jobs first."""
+def real_slurm(folder: Path, nodes: int, topology: str = "") -> Iterator[RealSlurm]:
+    """Start everything, wait until the nodes are idle; afterwards end everything, jobs first. ``topology``: lines of a topology.conf."""
     names = tuple(f"n{number}" for number in range(1, nodes + 1))
     environment = {**os.environ, "PATH": _PATH, "SLURM_CONF": str(folder / "slurm.conf")}
     for name in [name for name in environment if name.startswith(("SLURM_JOB", "SLURM_STEP"))]:
         del environment[name]
-    _configure(folder, names)
+    _configure(folder, names, topology)
     slurm = RealSlurm(folder, names, environment)
     try:
         options = [f"--{kind}-file={folder / f'munge.{kind}'}" for kind in ("key", "pid", "log", "seed")]
@@ -105,7 +105,7 @@ def real_slurm(folder: Path, nodes: int) -> Iterator[RealSlurm]:
         _end(slurm)
 
 
-def _configure(folder: Path, names: Sequence[str]) -> None:
+def _configure(folder: Path, names: Sequence[str], topology: str) -> None:
     host = socket.gethostname().partition(".")[0]
     key = folder / "munge.key"
     key.touch(mode=0o600)
@@ -135,6 +135,9 @@ def _configure(folder: Path, names: Sequence[str]) -> None:
         "KillWait": 10,
         "MinJobAge": 10,
     }
+    if topology:
+        settings["TopologyPlugin"] = "topology/tree"
+        (folder / "topology.conf").write_text(topology)
     lines = [f"{name}={value}" for name, value in settings.items()]
     lines += [f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={_port()} CPUs=1" for name in names]
     lines.append(f"PartitionName=main Nodes={','.join(names)} Default=YES MaxTime=INFINITE State=UP")
