@@ -7,6 +7,7 @@ tells these apart (Kubernetes). A topology has a line ``NODE TOR_SET [POD]`` for
 Failure case: a name twice, an unknown one, or too few of them are refused with what was got and what was expected.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,7 @@ def slurm_topology(text: str, host_names: Callable[[str], Sequence[str]]) -> dic
 
     ``host_names`` expands a list such as ``n[1-3]``. Raises UsageError where Slurm knows no tree of switches.
     """
-    switches = [dict(word.partition("=")[::2] for word in line.split()) for line in text.splitlines() if line.startswith("SwitchName=")]
+    switches: list[dict[str, str]] = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in text.splitlines() if line.startswith("SwitchName=")]
     leaves = [one for one in switches if one.get("Level") == "0"]
     if not leaves:
         raise UsageError(

@@ -11,6 +11,7 @@ import stat
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 import numba
 from numba.core import config
@@ -24,8 +25,8 @@ def compiled[F: Callable[..., object]](function: F) -> F:
     """The function as machine code, compiled at its first call in this cache's life; division by zero gives infinity, as in NumPy."""
     folder = _folder()
     if folder is not None:
-        config.CACHE_DIR = str(folder)
-    return numba.njit(cache=folder is not None, error_model="numpy", nogil=True)(function)
+        config.CACHE_DIR = str(folder)  # pyright: ignore[reportAttributeAccessIssue]
+    return cast(F, numba.njit(cache=folder is not None, error_model="numpy", nogil=True)(function))
 
 
 @cache

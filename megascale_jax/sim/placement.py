@@ -110,8 +110,10 @@ def score(experiment: Experiment, order: Sequence[str], sites: Mapping[str, Hang
         dim = list(mesh.by_axis).index(edges.axis)
         tors = np.moveaxis(tor[ranks // devices_per_node], dim, 0)
         whole = float((tors == tors[0]).all(axis=0).mean())
-        parts = [float(edges.sent[where].sum()) for where in (source != target, tor[source] != tor[target], pod[source] != pod[target])]
-        found.append(Crossing(edges.axis, float(edges.sent.sum()), *parts, whole))
+        node, across_tor, across_pod = (
+            float(edges.sent[where].sum()) for where in (source != target, tor[source] != tor[target], pod[source] != pod[target])
+        )
+        found.append(Crossing(edges.axis, float(edges.sent.sum()), node, across_tor, across_pod, whole))
     return Score(tuple(found))
 
 

@@ -5,8 +5,6 @@ delay of the way back, and no packets. A lost packet is made known to its sender
 counted, retransmission is not studied here.
 """
 
-import numpy as np
-
 from megascale_jax.sim.compiled import compiled
 from megascale_jax.sim.congestion.calendar import push
 from megascale_jax.sim.congestion.laws import change_window, count_bytes, cut_rate, raise_rate
@@ -65,9 +63,9 @@ def send_from(world: World, law: Law, host: int, now: int) -> None:
     if law.kind == RATE:
         raise_rate(flows, flow, law, now)
         count_bytes(flows, flow, law, size)
-        flows.send_at[flow] = now + np.int64(size / flows.rate[flow])
+        flows.send_at[flow] = now + int(size / flows.rate[flow])
     elif flows.window[flow] < 1:
-        flows.send_at[flow] = now + np.int64(max(flows.delay[flow], flows.back[flow]) / flows.window[flow])
+        flows.send_at[flow] = now + int(max(flows.delay[flow], flows.back[flow]) / flows.window[flow])
     if flows.sent[flow] < flows.length[flow] and flows.send_at[flow] > now:
         push(world, flows.send_at[flow], PACE, flow)
     take_turn(world, law, flow, now)

@@ -23,6 +23,10 @@ RATE, WINDOW, HYBRID, NSCC = range(4)
 MOST_HOPS = 4
 
 
+type Column = Any
+"""A NumPy array, of which an element is a number to numba; a type checker would have it be an array again."""
+
+
 def records[T](kind: type[T], number: int, values: Mapping[str, Any], otherwise: Any = 0) -> T:
     """A record array of ``number`` elements with the fields of ``kind``, each as ``values`` says, else int64 and ``otherwise``."""
     types = {name: np.asarray(values.get(name, np.int64(0))).dtype for name in kind.__annotations__}
@@ -35,82 +39,82 @@ def records[T](kind: type[T], number: int, values: Mapping[str, Any], otherwise:
 class Links(NamedTuple):
     """One direction of a cable, with the queue in front of it and what the switch at its end holds of its packets."""
 
-    ps_per_byte: np.ndarray
-    delay: np.ndarray
-    owner: np.ndarray
+    ps_per_byte: Column
+    delay: Column
+    owner: Column
     """Switch that sends on it; -1: a NIC."""
-    end: np.ndarray
+    end: Column
     """Switch at its end; -1: a NIC."""
-    share: np.ndarray
+    share: Column
     """Of the free buffer that its packets may have at its end before it is paused."""
-    mark_from: np.ndarray
-    mark_to: np.ndarray
-    first: np.ndarray
-    last: np.ndarray
-    queued: np.ndarray
-    peak: np.ndarray
-    is_busy: np.ndarray
-    is_paused: np.ndarray
-    held: np.ndarray
+    mark_from: Column
+    mark_to: Column
+    first: Column
+    last: Column
+    queued: Column
+    peak: Column
+    is_busy: Column
+    is_paused: Column
+    held: Column
     """Bytes at its end that came over it."""
-    is_asked: np.ndarray
+    is_asked: Column
     """Its end has asked for a pause."""
-    pauses: np.ndarray
-    paused_at: np.ndarray
-    paused_ps: np.ndarray
+    pauses: Column
+    paused_at: Column
+    paused_ps: Column
 
 
 class FlowStates(NamedTuple):
     """Flows: fixed at the start, then what the NIC, the receiver and the law of congestion control keep of each."""
 
-    hops: np.ndarray
-    host: np.ndarray
-    length: np.ndarray
-    start: np.ndarray
-    back: np.ndarray
+    hops: Column
+    host: Column
+    length: Column
+    start: Column
+    back: Column
     """Delay of an answer."""
-    sent: np.ndarray
-    flying: np.ndarray
-    received: np.ndarray
-    finish: np.ndarray
-    is_ready: np.ndarray
-    following: np.ndarray
-    send_at: np.ndarray
-    rate: np.ndarray
-    goal: np.ndarray
-    alpha: np.ndarray
-    alpha_at: np.ndarray
-    alpha_seen: np.ndarray
-    cut_at: np.ndarray
-    raise_at: np.ndarray
-    timer_rounds: np.ndarray
-    byte_rounds: np.ndarray
-    byte_count: np.ndarray
-    cnp_at: np.ndarray
-    window: np.ndarray
-    window_most: np.ndarray
-    delay: np.ndarray
+    sent: Column
+    flying: Column
+    received: Column
+    finish: Column
+    is_ready: Column
+    following: Column
+    send_at: Column
+    rate: Column
+    goal: Column
+    alpha: Column
+    alpha_at: Column
+    alpha_seen: Column
+    cut_at: Column
+    raise_at: Column
+    timer_rounds: Column
+    byte_rounds: Column
+    byte_count: Column
+    cnp_at: Column
+    window: Column
+    window_most: Column
+    delay: Column
     """Newest round-trip time."""
 
 
 class Packets(NamedTuple):
     """A pool."""
 
-    flow: np.ndarray
-    hop: np.ndarray
-    is_marked: np.ndarray
-    sent_at: np.ndarray
-    length: np.ndarray
-    following: np.ndarray
+    flow: Column
+    hop: Column
+    is_marked: Column
+    sent_at: Column
+    length: Column
+    following: Column
 
 
 class Calendar(NamedTuple):
     """A binary heap of events by time, then order."""
 
-    time: np.ndarray
-    order: np.ndarray
-    kind: np.ndarray
-    number: np.ndarray
+    time: Column
+    order: Column
+    kind: Column
+    number: Column
 
 
 class Law(NamedTuple):
@@ -151,9 +155,9 @@ class Trace(NamedTuple):
     """Samples every ``period`` ps: bytes received of each flow, its round-trip time, and the queue of each link."""
 
     period: int
-    received: np.ndarray
-    delay: np.ndarray
-    queued: np.ndarray
+    received: Column
+    delay: Column
+    queued: Column
 
 
 class World(NamedTuple):
@@ -163,15 +167,15 @@ class World(NamedTuple):
     flows: FlowStates
     packets: Packets
     calendar: Calendar
-    path: np.ndarray
+    path: Column
     """int64[flow, MOST_HOPS]: links."""
-    ready_first: np.ndarray
-    ready_last: np.ndarray
-    used: np.ndarray
+    ready_first: Column
+    ready_last: Column
+    used: Column
     """Bytes that each switch holds."""
-    shared: np.ndarray
+    shared: Column
     """Bytes that it can hold without headroom, and ``whole`` with it."""
-    whole: np.ndarray
-    counters: np.ndarray
-    random: np.ndarray
+    whole: Column
+    counters: Column
+    random: Column
     trace: Trace

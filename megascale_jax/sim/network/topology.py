@@ -122,4 +122,7 @@ class Flows:
     def split(self, number: int, generator: np.random.Generator) -> "Flows":
         """Each flow as so many, one after the other, with source ports of their own: several queue pairs a connection."""
         ports = generator.integers(49152, 65536, self.number * number)
-        return Flows(*(np.repeat(one, number) for one in (self.source, self.source_rail, self.target, self.target_rail)), ports)
+        source, source_rail, target, target_rail = (
+            np.repeat(one, number) for one in (self.source, self.source_rail, self.target, self.target_rail)
+        )
+        return Flows(source, source_rail, target, target_rail, ports)
