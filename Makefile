@@ -2,7 +2,7 @@
 # constraints.txt changed (the stamp files know).
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help train test aot gpu-check gpu-wheels lint types contracts wheel clean
+.PHONY: help train test notebooks aot gpu-check gpu-wheels lint types contracts wheel clean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -20,6 +20,10 @@ train: $(VENV)/.installed ## train the quickstart model on this machine; ARGS="t
 
 test: $(VENV)/.installed-dev ## run the tests; PYTEST_ARGS="-k lamb" selects, JOBS=1 runs them in one process
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations=10 $(PYTEST_ARGS)
+
+notebooks: $(VENV)/.installed-dev ## run all notebooks, four minutes; they lie with their outputs in build/notebooks
+	@mkdir -p build/notebooks
+	$(BIN)/jupyter-execute --kernel_name=python3 --timeout=600 --output=../build/notebooks/{notebook_name}.ipynb notebooks/*.ipynb
 
 aot: $(VENV)/.installed-aot ## install what compiles for absent GPUs: `megascale compile gpt-175b --target h100 --nodes 1536`
 

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import numpy as np
 
-from megascale_jax.views.style import COLOUR_A, COLOUR_B, MUTED, RESUMED, TEXT, WARNING, new_figure, title
+from megascale_jax.views.style import COLOUR_A, COLOUR_B, RESUMED, TEXT, WARNING, new_figure, title
 
 _COLOURS = (COLOUR_A, COLOUR_B, RESUMED, WARNING, "#7b5ea7")
 _HOURS_A_DAY = 24
+_MINUTES = (0.5, 240)
+"""Between saves: what is drawn."""
 
 
 def plot_mtbf(rates: Mapping[str, float], gpus: Sequence[int], per_node: int, path: Path) -> None:
@@ -53,7 +55,7 @@ def plot_intervals(
 ) -> None:
     """Expected share of the time that trains over minutes between saves, with published points by minutes; Young's intervals as lines."""
     figure, (axes,) = new_figure()
-    minutes = np.geomspace(0.2, 240, 300)
+    minutes = np.geomspace(*_MINUTES, 300)
     for (name, ettr), colour in zip(curves.items(), _COLOURS, strict=False):
         axes.plot(minutes, [ettr(60 * float(one)) for one in minutes], color=colour, linewidth=1.8, label=f"{name} (derived)")
         if name in young_s:
@@ -63,12 +65,12 @@ def plot_intervals(
     axes.plot(list(published), list(published.values()), "D", color=TEXT, markersize=9, label="Meta (published)")
     axes.set_xscale("log")
     axes.set_ylim(0, 1)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xticks(ticks := [0.5, 1, 2, 5, 10, 20, 60, 120, 240], [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.set_xlabel("minutes between two saves", fontsize=12, color=TEXT)
     axes.set_ylabel("expected share of the time that trains", fontsize=12, color=TEXT)
-    axes.legend(loc="lower left", frameon=False, fontsize=11, labelcolor=TEXT)
-    axes.spines["bottom"].set_color(MUTED)
+    axes.legend(loc="lower center", framealpha=1, edgecolor="none", fontsize=11, labelcolor=TEXT)
     title(
         axes,
         "Saving too rarely and too often",
