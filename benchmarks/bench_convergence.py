@@ -1,6 +1,6 @@
 """Do LAMB at four times the batch, the parallel block and windowed attention learn as well as AdamW, the serial block and full attention?
 
-    python benchmarks/bench_convergence.py --json benchmarks/results/convergence.json      42 short runs
+    python benchmarks/bench_convergence.py --json benchmarks/results/convergence.json      36 short runs
     python benchmarks/bench_convergence.py --seeds 2 --tokens 0.25                          a quick look
 
 Real training by the package's own loop, *measured*: a model of 0.13 M parameters on the quickstart's bytes, all variants at equal tokens,
@@ -46,7 +46,7 @@ PIECES = 24
 
 def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="result file")] = None,
-    seeds: Annotated[int, typer.Option(min=2, help="runs of each variant")] = 5,
+    seeds: Annotated[int, typer.Option(min=2, help="runs of each variant")] = 4,
     tokens: Annotated[float, typer.Option(min=0.05, max=4, help="share of the experiment's tokens")] = 1.0,
 ) -> None:
     """Choose the rates, then train every variant with every seed."""
