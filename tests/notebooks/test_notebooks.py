@@ -10,6 +10,7 @@ import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
+from megascale_jax.sim.faults.closed_forms import meta_ettr
 from megascale_jax.sim.validation.tables import TABLES
 from notebooks.strip import stripped
 
@@ -61,7 +62,29 @@ def of_ablation(numbers):
     assert numbers["last"] - numbers["first"] == pytest.approx(sum(row.predicted for row in score("table3").rows))
 
 
-CHECKS = {"strong_scaling": of_scaling, "weak_scaling": of_weak_scaling, "ablation": of_ablation}
+def of_batches(numbers):
+    assert numbers["bubbles"] == pytest.approx([7 / (6 * m) for m in (32, 96, 128)]), "(p - 1) / (v m)"
+    last_step = next(row for row in score("table3").rows if row.name.startswith("LAMB"))
+    assert 100 * (numbers["mfu"][1] - numbers["mfu"][0]) == pytest.approx(last_step.predicted)
+    assert numbers["by_events"] == pytest.approx([1.0] * 3, abs=0.005)
+    assert all(1 < loss < 5.55 for loss in numbers["live_losses"]), "ln 257 is what a model that knows nothing has"
+
+
+def of_goodput(numbers):
+    rate = 6.5 / 1000 * 2000 / 86_400
+    assert (numbers["formula_60"], numbers["formula_5"]) == pytest.approx((meta_ettr(rate, 300, 3600, 0), meta_ettr(rate, 300, 300, 0)))
+    assert (numbers["formula_60"], numbers["formula_5"]) == pytest.approx((0.684, 0.932), abs=5e-4)
+    assert numbers["mtbf_rsc_1_h"] == pytest.approx(2.40, abs=0.005)
+    assert numbers["goodput"] > 0.9, "the paper: more than 90 %"
+
+
+CHECKS = {
+    "ablation": of_ablation,
+    "goodput": of_goodput,
+    "lamb_batch": of_batches,
+    "strong_scaling": of_scaling,
+    "weak_scaling": of_weak_scaling,
+}
 
 
 def test_every_notebook_is_checked_and_told_of():
