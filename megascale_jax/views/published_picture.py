@@ -56,7 +56,7 @@ def plot_weak_scaling(score: Score, note: str, path: Path) -> None:
     figure, axes = new_figure((1, 1))
     gpus = list(dict.fromkeys(_gpus(row.name) for row in score.rows))
     for one, field in zip(axes, ("published", "predicted"), strict=True):
-        for number, system in enumerate(reversed(SYSTEMS)):
+        for number, system in enumerate(sorted(SYSTEMS, reverse=True)):
             heights = [getattr(row, field) for row in score.rows if row.name.startswith(system)]
             x = np.arange(len(gpus)) + (number - 0.5) * 0.38
             one.bar_label(one.bar(x, heights, 0.36, color=SYSTEMS[system], label=system), fmt="%.1f", fontsize=11, color=TEXT)
