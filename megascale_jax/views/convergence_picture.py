@@ -61,5 +61,5 @@ def plot_convergence(result: Mapping[str, Any], path: Path) -> None:
     dots.set_ylabel("")
     seeds = len(variants[0]["held_out"])
     title(curves, "Training loss at equal tokens", f"{result['kind']}; mean of {seeds} seeds, {result['parameters']:,} parameters")
-    title(dots, "Seed by seed", f"{result['kind']}; baseline: {result['baseline']}; below: mean, deviation")
+    title(dots, "Seed by seed", f"{result['kind']}; 0 is {result['baseline']}")
     figure.savefig(path)
