@@ -85,7 +85,8 @@ def slurm_topology(text: str, host_names: Callable[[str], Sequence[str]]) -> dic
 
     ``host_names`` expands a list such as ``n[1-3]``. Raises UsageError where Slurm knows no tree of switches.
     """
-    switches: list[dict[str, str]] = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in text.splitlines() if line.startswith("SwitchName=")]
+    lines = [line for line in text.splitlines() if line.startswith("SwitchName=")]
+    switches: list[dict[str, str]] = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines]
     leaves = [one for one in switches if one.get("Level") == "0"]
     if not leaves:
         raise UsageError(

@@ -111,7 +111,7 @@ def with_overrides(experiment: Experiment, overrides: Sequence[str]) -> Experime
 def load_document[Document: BaseModel](group: str, name_or_path: str, kind: type[Document], overrides: Sequence[str] = ()) -> Document:
     """One file of a group that is no part of an experiment, given by name or as the path of a YAML file; ``base:`` works as elsewhere.
 
-    ``overrides``: ``field=value``, without the group's name. Raises ConfigError that names the file and the field.
+    ``overrides``: ``field=value`` or ``field.inner=value``, without the group's name. Raises ConfigError that names the file and the field.
     """
     is_path = name_or_path.endswith((".yaml", ".yml")) or "/" in name_or_path
     given = Path(name_or_path) if is_path else None
@@ -126,7 +126,7 @@ def load_document[Document: BaseModel](group: str, name_or_path: str, kind: type
         data = _merge(_read(below), data)
     for override in overrides:
         key, equals, _ = override.partition("=")
-        if not equals or key not in kind.model_fields:
+        if not equals or key.partition(".")[0] not in kind.model_fields:
             nearest = search.nearest(key, kind.model_fields)
             raise ConfigError(f"command line: got {group}.{override!r}, expected {group}.FIELD=VALUE{nearest}")
         data = _merge(data, cast(Tree, OmegaConf.to_container(OmegaConf.from_dotlist([override]))))

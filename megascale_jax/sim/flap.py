@@ -46,14 +46,15 @@ class Retries:
         if not 1 <= exponent <= 31 or not 1 <= retries <= 7 or limit_s <= 0:
             raise ConfigError(f"got time-out exponent {exponent}, {retries} retries, {limit_s} s; expected 1 to 31, 1 to 7, more than 0")
         timeout = UNIT_S * 2**exponent
-        tries = timeout * np.arange(1, retries + 1)
+        tries: np.ndarray = timeout * np.arange(1, retries + 1)
         if adaptive:
             early, wait, at = list[float](), UNIT_S * 2.0**FIRST_ADAPTIVE_EXPONENT, 0.0
             while wait < timeout and at + wait < tries[-1]:
                 at += wait
                 early.append(at)
                 wait *= 2
-            tries = np.unique(np.concatenate([early, np.arange(at + timeout, tries[-1], timeout), tries[-1:]]))
+            later: np.ndarray = np.arange(at + timeout, float(tries[-1]), timeout)
+            tries = np.unique(np.concatenate([np.array(early), later, tries[-1:]]))
         return cls(tries[tries <= limit_s], min(timeout * (retries + 1), limit_s))
 
 

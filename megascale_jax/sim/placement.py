@@ -104,7 +104,7 @@ def score(experiment: Experiment, order: Sequence[str], sites: Mapping[str, Hang
     tor, pod = (np.unique([getattr(sites[name], field) for name in order], return_inverse=True)[1] for field in ("tor", "pod"))
     mesh = MeshShape.of(experiment.parallel)
     ranks = np.arange(mesh.size).reshape(mesh.pipe, mesh.data, mesh.tensor)
-    found = []
+    found = list[Crossing]()
     for edges in step_edges(experiment):
         source, target = edges.source // devices_per_node, edges.target // devices_per_node
         dim = list(mesh.by_axis).index(edges.axis)

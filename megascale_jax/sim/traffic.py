@@ -1,9 +1,8 @@
-"""What the ranks of one step send, by mesh axis: bytes per rank and per edge, from the configuration alone.
+"""What the ranks of one step send to each other, by mesh axis, from the configuration alone.
 
-Volumes of ring collectives: each rank passes (n - 1) / n of the whole on. ``data``: gather of the weights and reduce-scatter of the
-gradients, both in the compute type (`parallel/zero.py`). ``pipe``: a chunk's activations forward, as many gradients back, each tensor rank
-its part of the sequence. ``tensor``: gather and reduce-scatter of a branch's activations, forward and backward, without what remat repeats.
-Against the published volumes of a 175 B model over tensor 8 x pipe 8 (HPN, SIGCOMM 2024, table 3): 6 MB an activation, 5.5 GB a reduction.
+Bytes of a message and of a device's weights are those of the iteration simulator (`sim/costs.py`). ``data``: gather of the weights and
+reduce-scatter of the gradients, both in the compute type (`parallel/zero.py`). ``pipe``: a chunk's activations forward, as many gradients
+back. ``tensor``: gather and reduce-scatter of a branch's activations, forward and backward, without what remat repeats.
 """
 
 from dataclasses import dataclass
@@ -13,36 +12,12 @@ import numpy as np
 from megascale_jax import axes
 from megascale_jax.config.layout import MeshShape, virtual_stages_of
 from megascale_jax.config.schema import Experiment
-from megascale_jax.model.flops import count_parameters
+from megascale_jax.sim.collectives import gathered_bytes
+from megascale_jax.sim.costs import data_bytes, message_bytes
+from megascale_jax.sim.work import Work
 
-_BYTES = {"bfloat16": 2, "float32": 4}
 _COLLECTIVES_PER_BRANCH = 4
 """Gather and reduce-scatter, forward and backward."""
-
-
-@dataclass(frozen=True)
-class Volumes:
-    """Bytes of one message or collective, for one rank."""
-
-    activation: float
-    """One micro-batch's, from one virtual stage to the next."""
-    reduction: float
-    """A reduce-scatter of all gradients of a rank over its data group; the gather of weights is as much."""
-    tensor_collective: float
-    """One gather or reduce-scatter of a branch's activations."""
-
-    @classmethod
-    def of(cls, experiment: Experiment) -> "Volumes":
-        """Those of a checked experiment."""
-        model, parallel = experiment.model, experiment.parallel
-        width = _BYTES[experiment.train.compute_dtype]
-        stream = width * parallel.micro_batch_size * model.sequence_length * model.hidden_size
-        local = count_parameters(model) / (parallel.tensor * parallel.pipe)
-        return cls(
-            activation=stream / parallel.tensor,
-            reduction=width * local * (parallel.data - 1) / parallel.data,
-            tensor_collective=stream * (parallel.tensor - 1) / parallel.tensor,
-        )
 
 
 @dataclass(frozen=True)
@@ -60,17 +35,17 @@ def step_edges(experiment: Experiment) -> tuple[Edges, ...]:
 
     Collectives as rings in the order of the axis, which is how NCCL and XLA's permutes run them; real libraries may reorder a ring.
     """
-    mesh, volumes = MeshShape.of(experiment.parallel), Volumes.of(experiment)
+    mesh, work = MeshShape.of(experiment.parallel), Work.of(experiment)
     ranks = np.arange(mesh.size).reshape(mesh.pipe, mesh.data, mesh.tensor)
-    found = []
+    found = list[Edges]()
     if mesh.pipe > 1:
-        found.append(_pipe_edges(experiment, ranks, volumes.activation))
+        found.append(_pipe_edges(experiment, ranks, message_bytes(work)))
     if mesh.data > 1:
-        found.append(_ring(axes.DATA, ranks, 1, 2 * volumes.reduction))
+        found.append(_ring(axes.DATA, ranks, 1, 2 * gathered_bytes(mesh.data, data_bytes(work))))
     if mesh.tensor > 1:
         branches = experiment.model.branches_per_layer * experiment.model.num_layers / mesh.pipe
-        sent = _COLLECTIVES_PER_BRANCH * branches * experiment.num_micro_batches * volumes.tensor_collective
-        found.append(_ring(axes.TENSOR, ranks, 2, sent))
+        gathered = gathered_bytes(mesh.tensor, message_bytes(work) * mesh.tensor)
+        found.append(_ring(axes.TENSOR, ranks, 2, _COLLECTIVES_PER_BRANCH * branches * experiment.num_micro_batches * gathered))
     return tuple(found)
 
 

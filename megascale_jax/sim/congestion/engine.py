@@ -271,8 +271,10 @@ def _world(fabric: Fabric, load: Load, setting: Setting, seed: int, sample_s: fl
     links = _links(fabric, setting)
     flows, path = _flows(fabric, load, setting, links)
     whole = fabric.buffers()
-    entering = links.end >= 0
-    headroom = np.bincount(links.end[entering], _HEADROOM * links.delay[entering] / links.ps_per_byte[entering], fabric.num_switches)
+    entering: np.ndarray = links.end >= 0
+    ends: np.ndarray = links.end[entering]
+    kept: np.ndarray = _HEADROOM * links.delay[entering] / links.ps_per_byte[entering]
+    headroom = np.bincount(ends, kept, fabric.num_switches)
     total = int(np.ceil(load.size / MTU_BYTES).sum())
     pool = min(total, int(whole.sum() / MTU_BYTES * 1.5) + 64 * fabric.num_links) + 1
     events = 3 * pool + 4 * len(load.size) + 4 * fabric.num_links + 16

@@ -77,7 +77,7 @@ def put_on(world: World, link: int, packet: int, now: int) -> None:
     """A packet begins to leave on a link."""
     links = world.links
     links.is_busy[link] = True
-    sent = now + int(np.round(world.packets.length[packet] * links.ps_per_byte[link]))
+    sent = now + int(world.packets.length[packet] * links.ps_per_byte[link] + 0.5)
     push(world, sent, SENT_OFF, link)
     push(world, sent + links.delay[link], ARRIVES, packet)
 

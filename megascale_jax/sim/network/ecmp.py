@@ -36,7 +36,7 @@ class UplinkRow:
 
 def uplinks(config: NetworkConfig, trials: int, seed: int) -> list[UplinkRow]:
     """Monte Carlo beside the closed form, with and without the split, at `LOADS`."""
-    rows = []
+    rows = list[UplinkRow]()
     for fabric in (config.without_split(), config) if config.port_split > 1 else (config,):
         for load in LOADS:
             flows = round(load * fabric.nodes_per_tor / fabric.tor_oversubscription)
