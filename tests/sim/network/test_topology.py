@@ -65,7 +65,7 @@ def test_wrong_sizes_are_named(override, words):
 
 def test_a_system_loads_alone_and_takes_its_own_keys_only():
     assert load_system("h100", ["system.network.hop_us=2.0"]).network.hop_us == 2.0
-    with pytest.raises(ConfigError, match=r"got train\.steps, but h100 is a system"):
+    with pytest.raises(ConfigError, match=r"got train\.steps=3, but h100 is a system"):
         load_system("h100", ["train.steps=3"])
     with pytest.raises(ConfigError, match=r"h100\.yaml: network\.hop_us: got 0, expected a number > 0"):
         load_system("h100", ["system.network.hop_us=0"])
