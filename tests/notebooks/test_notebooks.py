@@ -10,7 +10,9 @@ import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
+from megascale_jax.config.load import load_system
 from megascale_jax.sim.faults.closed_forms import meta_ettr
+from megascale_jax.sim.network import closed_forms
 from megascale_jax.sim.validation.tables import TABLES
 from notebooks.strip import stripped
 
@@ -78,10 +80,22 @@ def of_goodput(numbers):
     assert numbers["goodput"] > 0.9, "the paper: more than 90 %"
 
 
+def of_network(numbers):
+    config = load_system("a100", []).network
+    for split, flows, delivered, exact, error in numbers["uplinks"]:
+        fabric = config if split else config.without_split()
+        assert exact == pytest.approx(closed_forms.delivered(flows, fabric.tor_uplinks, fabric.nic_gbit_s, fabric.uplink_gbit_s))
+        assert abs(delivered - exact) < 4 * error, "Monte Carlo and closed form"
+    assert numbers["dropped"] == 0, "lossless"
+    placed, by_name = numbers["across_tor_bytes"]
+    assert all(one < other for one, other in zip(placed, by_name, strict=True))
+
+
 CHECKS = {
     "ablation": of_ablation,
     "goodput": of_goodput,
     "lamb_batch": of_batches,
+    "network": of_network,
     "strong_scaling": of_scaling,
     "weak_scaling": of_weak_scaling,
 }
