@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from megascale_jax.errors import UsageError
 
-Kind = Literal["published", "simulated", "measured", "calibrated", "assumed", "derived", ""]
-"""Of a column's numbers; empty: names and settings."""
+Kind = Literal["published", "simulated", "measured", "estimate", "calibrated", "assumed", "derived", ""]
+"""Of a column's numbers; an estimate is of a compiled schedule; empty: names and settings."""
 _ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -10,9 +10,12 @@ import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-from megascale_jax.config.load import load_system
+from megascale_jax.config.load import load_document, load_experiment, load_system
+from megascale_jax.config.software import SoftwareConfig
+from megascale_jax.sim.analytic import predict
 from megascale_jax.sim.faults.closed_forms import meta_ettr
 from megascale_jax.sim.network import closed_forms
+from megascale_jax.sim.search import search
 from megascale_jax.sim.validation.tables import TABLES
 from notebooks.strip import stripped
 
@@ -91,11 +94,22 @@ def of_network(numbers):
     assert all(one < other for one, other in zip(placed, by_name, strict=True))
 
 
+def of_plan_search(numbers):
+    base = load_experiment("gpt-175b", ["system=a100"])
+    found = search(base, 12_288, load_document("software", "megascale", SoftwareConfig))
+    assert numbers["layouts"] == [len(found.ranked), len(found.too_large)]
+    assert numbers["first_s"] == pytest.approx(found.ranked[0].prediction.iteration_s)
+    assert numbers["own"] == pytest.approx([found.rank_of(base), predict(base).iteration_s])
+    assert all(abs(needed - peak) < 2.0 for needed, peak in numbers["memory"]), "GiB"
+    assert (numbers["best"]["no overlap of data communication"], numbers["best"]["530 B on 11,200 GPUs"]) == ("8 x 8 x 6", "8 x 35 x 3")
+
+
 CHECKS = {
     "ablation": of_ablation,
     "goodput": of_goodput,
     "lamb_batch": of_batches,
     "network": of_network,
+    "plan_search": of_plan_search,
     "strong_scaling": of_scaling,
     "weak_scaling": of_weak_scaling,
 }
