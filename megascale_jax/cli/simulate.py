@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from megascale_jax.cli.job import wide_console
-from megascale_jax.config.advice import advice_on_memory, nearest_nodes
-from megascale_jax.config.load import load_document, load_experiment, with_overrides
+from megascale_jax.config.advice import advice_on_memory, on_nodes
+from megascale_jax.config.load import load_document, load_experiment
 from megascale_jax.config.memory import GIB
 from megascale_jax.config.schema import Experiment
 from megascale_jax.config.software import SoftwareConfig
@@ -159,25 +159,12 @@ def _points(
     invalid: list[tuple[int, str]] = []
     for count in counts:
         try:
-            plan = _on_nodes(bare, count, device.per_node)
+            plan = on_nodes(bare, count, device.per_node)
         except ConfigError as error:
             invalid.append((count, str(error)))
         else:
             points.append((plan, predict(plan, software)))
     return points, invalid
-
-
-def _on_nodes(bare: Experiment, count: int, per_node: int) -> Experiment:
-    """The plan with the data axis that fills so many nodes. Raises ConfigError where none does."""
-    replica, devices = bare.parallel.pipe * bare.parallel.tensor, count * per_node
-    good = ", ".join(map(str, nearest_nodes(bare, count, per_node))) or "none for this batch: change train.global_batch_size"
-    if devices % replica:
-        pipe, tensor = bare.parallel.pipe, bare.parallel.tensor
-        raise ConfigError(f"{devices} devices are not divisible by pipe {pipe} x tensor {tensor} = {replica}; nearest nodes: {good}")
-    try:
-        return with_overrides(bare, [f"parallel.data={devices // replica}"])
-    except ConfigError as error:
-        raise ConfigError(f"{error}; nearest nodes whose replicas divide the batch: {good}") from error
 
 
 def _as_data(plan: Experiment, found: Prediction, tokens: float) -> dict[str, Any]:

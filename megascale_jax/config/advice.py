@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from megascale_jax.config.checks import check
 from megascale_jax.config.layout import MeshShape
+from megascale_jax.config.load import with_overrides
 from megascale_jax.config.schema import Experiment
 from megascale_jax.errors import ConfigError
 
@@ -34,6 +35,19 @@ def nearest_nodes(experiment: Experiment, nodes: int, per_node: int) -> list[int
     good = [data * replica // per_node for data in sizes]
     above = [count for count in good if count > nodes]
     return sorted([*[count for count in good if count < nodes][-1:], *above][:2])
+
+
+def on_nodes(bare: Experiment, count: int, per_node: int) -> Experiment:
+    """The plan with the data axis that fills so many nodes. Raises ConfigError where none does."""
+    replica, devices = bare.parallel.pipe * bare.parallel.tensor, count * per_node
+    good = ", ".join(map(str, nearest_nodes(bare, count, per_node))) or "none for this batch: change train.global_batch_size"
+    if devices % replica:
+        pipe, tensor = bare.parallel.pipe, bare.parallel.tensor
+        raise ConfigError(f"{devices} devices are not divisible by pipe {pipe} x tensor {tensor} = {replica}; nearest nodes: {good}")
+    try:
+        return with_overrides(bare, [f"parallel.data={devices // replica}"])
+    except ConfigError as error:
+        raise ConfigError(f"{error}; nearest nodes whose replicas divide the batch: {good}") from error
 
 
 def _first(experiment: Experiment, field: str, values: Iterable[int]) -> tuple[str, int] | None:

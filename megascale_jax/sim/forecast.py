@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
 
+from megascale_jax.config.advice import on_nodes
 from megascale_jax.config.fleet import Fleet
 from megascale_jax.config.layout import MeshShape
-from megascale_jax.config.load import with_overrides
 from megascale_jax.config.memory import state_bytes
 from megascale_jax.config.price import Price
 from megascale_jax.config.schema import Experiment
@@ -107,12 +107,7 @@ class Forecast:
 
 def sized(experiment: Experiment, nodes: int) -> Experiment:
     """The experiment on so many nodes: other data-parallel size, all else the same. Raises ConfigError when that cannot be."""
-    per_node, parallel = gpus_per_node(experiment), experiment.parallel
-    replica = parallel.pipe * parallel.tensor
-    data, rest = divmod(nodes * per_node, replica)
-    if rest or not data:
-        raise ConfigError(f"{nodes} nodes of {per_node} devices hold no whole number of replicas of {replica} (pipe x tensor)")
-    return with_overrides(experiment, [f"parallel.data={data}"])
+    return on_nodes(experiment, nodes, gpus_per_node(experiment))
 
 
 def gpus_per_node(experiment: Experiment) -> int:

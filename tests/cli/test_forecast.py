@@ -63,7 +63,7 @@ def test_invalid_points_are_listed_and_the_rest_is_computed(tmp_path):
     assert [(point["fleet"], point["nodes"]) for point in written["points"]] == [("megascale", 512), ("meta-rsc-1", 512)]
     assert len(written["refused"]) == 4
     assert "is not divisible" in written["refused"]["megascale, 1000 nodes"]
-    assert "no whole number of replicas" in written["refused"]["meta-rsc-1, 3 nodes"]
+    assert "24 devices are not divisible by pipe 8 x tensor 8 = 64; nearest nodes: 8, 16" in written["refused"]["meta-rsc-1, 3 nodes"]
     assert "not computed: megascale, 3 nodes" in result.stdout
 
 
