@@ -33,7 +33,8 @@ def submit(slurm: RealSlurm, folder: Path, *arguments: str) -> tuple[int, str]:
     environment = dict(slurm.environment) | {"PATH": f"{folder / 'bin'}:{slurm.environment['PATH']}"}
     options = ["--wait", "--nodes=4", "--gpus-per-node=0", f"--output={folder / 'log'}", "--chdir", str(folder)]
     command = ["sbatch", *options, str(ROOT / "launch/slurm.sbatch"), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    # from there, since the script takes the environment that lies where it is called from
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     return done.returncode, done.stderr + (folder / "log").read_text()
 
 
